@@ -1,0 +1,37 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: setup test test-all check demo bench docs clean
+
+setup: $(VENV)/ready
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+test: check
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: check
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/mkdocs build --strict --quiet --site-dir .site
+
+demo: setup
+	$(BIN)/python examples/compare_digits.py
+
+bench: setup
+	$(BIN)/python benchmarks/step.py
+
+docs: setup
+	$(BIN)/mkdocs build --strict --site-dir .site
+
+clean:
+	rm -rf $(VENV) .site .pytest_cache .mypy_cache .ruff_cache runs

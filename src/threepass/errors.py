@@ -1,0 +1,32 @@
+"""What goes wrong, in words a user can act on."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    """One spot of a model that three passes cannot go through."""
+
+    module: str
+    operation: str
+    reason: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.module or '(model)'}: {self.operation}: {self.reason}; {self.advice}"
+
+
+class UnsupportedError(RuntimeError):
+    """Lists every place of the model that has no third pass; raised with gradients, buffers and RNG as they were."""
+
+    def __init__(self, places: list[Place]):
+        self.places = list(dict.fromkeys(places))
+        lines = "\n".join(f"  - {place}" for place in self.places)
+        super().__init__(
+            f"three passes cannot go through {len(self.places)} place(s) of this model:\n{lines}\n"
+            "threepass.coverage(model, x) shows every parameter with its rule."
+        )
+
+
+class NormalizationWarning(UserWarning):
+    """Paper mode leaves out the curvature of normalisation layers; `mode="exact"` does not."""

@@ -1,0 +1,104 @@
+"""The weights' gradients: pass 2's and pass 3's, mixed in one product or kept apart, and on to the parameters."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from .options import Options
+from .precision import HALF, accumulate_dtype, round_stochastically
+from .rules.table import Map
+from .tape import Operation
+
+Terms = dict[int, tuple[Tensor, Tensor]]  # id of a weight -> the weight, its gradient
+
+
+@dataclass
+class Gradients:
+    """Collects r.grads = back * (pass 2's) + third * (pass 3's) over operations and tied weights.
+
+    Together (full precision): one product d (x) mix a weight. Apart (`split`): a product each, because the terms were asked
+    for, or because the mix would lose t to rounding; they are then to be multiplied by `unscale`.
+    """
+
+    options: Options
+    split: bool
+    unscale: tuple[float | Tensor, float | Tensor] = (1.0, 1.0)
+    mixed: Terms = field(default_factory=dict)
+    back: Terms = field(default_factory=dict)
+    third: Terms = field(default_factory=dict)
+
+    def add_mapped(self, op: Operation, m: Map, d: Tensor, s: Tensor | None, r: Tensor | None = None) -> None:
+        """A fast rule's products: of the error d with the signal and its tangent s, of R{d} with the signal."""
+        mix = None
+        for i, weight in op.weights:
+            value = op.values[i]
+            if value in m.add:
+                self.add(weight, m.add[value](d), None if r is None else m.add[value](r))
+                continue
+            product = m.grad[value]
+            if self.split or s is None:
+                self.add(weight, product(d, m.signal), None if s is None else product(d, s))
+            else:
+                mix = self._mix(m.signal, s) if mix is None else mix
+                _accumulate(self.mixed, weight, product(d, mix))
+            if r is not None:
+                self.add(weight, None, product(r, m.signal))
+
+    def add(self, weight: Tensor, back: Tensor | None, third: Tensor | None) -> None:
+        if self.split:
+            _accumulate(self.back, weight, back)
+            _accumulate(self.third, weight, third)
+        else:
+            _accumulate(self.mixed, weight, None if back is None else self.options.back * back)
+            _accumulate(self.mixed, weight, None if third is None else self.options.third * third)
+
+    def _mix(self, a: Tensor, t: Tensor) -> Tensor:
+        if self.options.strength is not None:
+            return torch.add(a, t, alpha=self.options.third)
+        return torch.lerp(t, a, self.options.back)
+
+    def finish(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor] | None, dict[str, Tensor] | None]:
+        """r.grads, r.backprop_grads and r.third_grads, by parameter name."""
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self.split:
+            return _by_name(parameters, self.mixed), None, None
+        back, third = (
+            {name: g.to(accumulate_dtype(g.dtype)) * unscale for name, g in _by_name(parameters, terms).items()}
+            for terms, unscale in zip((self.back, self.third), self.unscale, strict=True)
+        )
+        for name in back.keys() | third.keys():
+            zero = torch.zeros_like(parameters[name], dtype=accumulate_dtype(parameters[name].dtype))
+            back.setdefault(name, zero)
+            third.setdefault(name, zero)
+        names = [name for name in parameters if name in back]
+        grads = {n: self._combined(parameters[n], back[n], third[n]) for n in names}
+        if not self.options.separate:
+            return grads, None, None
+        return grads, {n: back[n].to(parameters[n].dtype) for n in names}, {n: third[n] for n in names}
+
+    def _combined(self, p: Tensor, back: Tensor, third: Tensor) -> Tensor:
+        total = self.options.back * back + self.options.third * third
+        return round_stochastically(total, p.dtype) if p.dtype in HALF else total.to(p.dtype)
+
+
+def _accumulate(terms: Terms, weight: Tensor, g: Tensor | None) -> None:
+    if g is None:
+        return
+    g = g.to(accumulate_dtype(weight.dtype))
+    old = terms.get(id(weight))
+    terms[id(weight)] = (weight, g if old is None else old[1] + g)
+
+
+def _by_name(parameters: dict[str, nn.Parameter], terms: Terms) -> dict[str, Tensor]:
+    """The gradients of the parameters; those of computed weights run on to them by the chain rule."""
+    names = {id(p): name for name, p in parameters.items()}
+    grads = {names[key]: g for key, (_, g) in terms.items() if key in names}
+    computed = [(weight, g.to(weight.dtype)) for weight, g in terms.values() if not weight.is_leaf]
+    if computed:
+        weights, errors = zip(*computed, strict=True)
+        chained = torch.autograd.grad(weights, list(parameters.values()), errors, retain_graph=True, allow_unused=True)
+        for name, g in zip(parameters, chained, strict=True):
+            if g is not None:
+                grads[name] = grads[name] + g if name in grads else g
+    return grads

@@ -1,0 +1,62 @@
+"""Low precision: how the third pass survives bf16 and fp16.
+
+With reduction="batch" t is 1e-5 to 1e-2 of a, so alpha a + (1 - alpha) t rounded to bf16 is mostly alpha a again, and in
+fp16 t underflows. So wherever an operation ran in a half format
+
+* pass 3 starts from t_0 divided by a power of two near its largest entry (it is linear in t_0), and fp16's pass 2 from the
+  loss times a power of two near the batch size; both are taken out again in float32;
+* the gradients of pass 2 and pass 3 are computed apart and added in float32;
+* a half parameter's gradient is rounded up or down at random, with the right mean. The random bits are a hash of the value
+  and its position: no generator moves, and the same numbers give the same result.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def power_of_two(largest: Tensor) -> Tensor:
+    """The power of two at or under `largest`; 1 where that is zero or not finite."""
+    exponent = torch.floor(torch.log2(largest.float()))
+    return torch.where(torch.isfinite(exponent), torch.exp2(exponent.clamp(-100, 100)), torch.ones_like(exponent))
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def round_stochastically(z: Tensor, dtype: torch.dtype) -> Tensor:
+    """z in a half format: to the neighbour above or below, each as likely as it is near."""
+    info = torch.finfo(dtype)
+    z = z.float()
+    ulp = torch.ldexp(torch.full_like(z, info.eps), torch.frexp(z).exponent - 1).clamp_min(
+        info.smallest_normal * info.eps
+    )
+    return torch.where(torch.isfinite(z), z + (_noise(z) - 0.5) * ulp, z).to(dtype)
+
+
+def _noise(z: Tensor) -> Tensor:
+    """Uniform in [0, 1): a hash of each value's bits and position."""
+    bits = z.contiguous().view(torch.int32).to(torch.int64)
+    position = torch.arange(z.numel(), device=z.device).view(z.shape)
+    h = (bits * 0x9E3779B1 + position * 0x85EBCA6B) & 0xFFFFFFFF
+    for _ in range(2):
+        h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
+        h = ((h ^ (h >> 12)) * 0x297A2D39) & 0xFFFFFFFF
+    return ((h ^ (h >> 15)) >> 8).to(torch.float32) / 2**24
+
+
+def error_gain(half: set[torch.dtype], batch_size: int) -> float:
+    """What pass 2's errors are multiplied by: fp16's are errors of a sample rather than of the batch."""
+    return 2.0 ** round(math.log2(batch_size)) if torch.float16 in half else 1.0
+
+
+def start(dx: list[Tensor], c: float, gain: float, half: set[torch.dtype]) -> tuple[list[Tensor], float | Tensor]:
+    """t_0, and what pass 3's gradients are then to be multiplied by."""
+    if not half:
+        return [g * c if c != 1 else g for g in dx], 1.0
+    size = power_of_two(torch.stack([g.abs().max().float() for g in dx]).max())
+    return [(g.float() / size).to(g.dtype) for g in dx], c * size / gain**2

@@ -1,0 +1,57 @@
+"""Running one recorded operation again, under the conditions that pass 1 ran it in."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .rules.table import key_of, name_of
+
+ATTENTION = torch.nn.functional.scaled_dot_product_attention
+MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+SILENT_WRITES = {torch.batch_norm: (3, 4), torch.instance_norm: (3, 4)}  # running statistics: no version counter moves
+_RANDOM = {"alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_", "rrelu", "rrelu_"}
+
+
+def is_random(func: Callable[..., Any], values: list[Any]) -> bool:
+    """Whether a call may draw random numbers: those of user-defined operations may."""
+    key = key_of(func)
+    own = isinstance(key, (type, torch._ops.OpOverloadPacket)) and not str(key).startswith("aten.")
+    drops = func in (ATTENTION, MULTI_HEAD) and any(isinstance(v, float) and v > 0 for v in values)
+    return own or drops or func in _RECURRENT or name_of(func) in _RANDOM
+
+
+def random_state(device: str) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return states if device == "cpu" else [*states, torch.get_device_module(device).get_rng_state()]
+
+
+def set_random_state(states: list[Tensor], device: str) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.get_device_module(device).set_rng_state(states[1])
+
+
+@contextlib.contextmanager
+def as_recorded(func, autocast: tuple[str, bool, torch.dtype] | None, rng: list[Tensor] | None) -> Iterator[None]:
+    """Autocast and random numbers as in pass 1, and kernels that can be differentiated twice."""
+    with contextlib.ExitStack() as stack:
+        if autocast is not None and (autocast[1] or torch.is_autocast_enabled(autocast[0])):
+            device, enabled, dtype = autocast
+            stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
+        if rng is not None:
+            device = autocast[0]
+            now = random_state(device)
+            stack.callback(set_random_state, now, device)
+            set_random_state(rng, device)
+        if func in (ATTENTION, MULTI_HEAD):
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if func in _RECURRENT:
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
+            torch._C._set_mkldnn_enabled(False)
+        yield

@@ -1,0 +1,80 @@
+"""Linear layers and convolutions: u = W a + b.
+
+The signal is a itself, `push` is the layer without its bias, `pull` its transpose, and one product of error and signal is
+the weight's gradient: d (x) a in pass 2, d (x) t in pass 3, d (x) mix for both at once.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .table import Map, rule
+
+_aten = torch.ops.aten
+
+
+@rule(F.linear)
+def linear(u: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Map:
+    """u = a Wᵀ + b, with a: (..., i), W: (o, i), b: (o), u: (..., o)."""
+    if weight.dim() != 2:
+        return None
+    w = weight.to(u.dtype)
+
+    def rows(z: Tensor) -> Tensor:
+        return z.reshape(-1, z.shape[-1])
+
+    return Map(
+        signal=a.detach().to(u.dtype),
+        tangent=lambda t: t.to(u.dtype),
+        push=lambda s: F.linear(s, w),
+        pull=lambda d: (d @ w).to(a.dtype),
+        grad={weight: lambda d, s: rows(d).mT @ rows(s)},
+        add={} if bias is None else {bias: lambda d: rows(d).sum(0)},
+    )
+
+
+@rule(torch.conv1d, torch.conv2d, torch.conv3d)
+def conv(u, a, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) -> Map | None:
+    """u = W * a + b, with a: (n, i, ...), W: (o, i / groups, k...), b: (o), u: (n, o, ...)."""
+    dims = weight.dim() - 2
+    dilation = _per_dim(dilation, dims)
+    if padding == "same":
+        total = [r * (k - 1) for r, k in zip(dilation, weight.shape[2:], strict=True)]
+        if any(p % 2 for p in total):
+            return None
+        padding = [p // 2 for p in total]
+    padding = 0 if padding == "valid" else padding
+    return _convolution(u, a, weight, bias, stride, padding, dilation, False, 0, groups)
+
+
+@rule(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+def conv_transpose(u, a, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1) -> Map | None:
+    """The transpose of `conv`, with W: (i, o / groups, k...)."""
+    return _convolution(u, a, weight, bias, stride, padding, dilation, True, output_padding, groups)
+
+
+def _convolution(u, a, weight, bias, stride, padding, dilation, transposed, output_padding, groups) -> Map | None:
+    dims = weight.dim() - 2
+    if a.dim() != dims + 2:  # one sample without a batch dimension
+        return None
+    stride, padding, dilation, output_padding = (_per_dim(v, dims) for v in (stride, padding, dilation, output_padding))
+    how = (stride, padding, dilation, transposed, output_padding, groups)
+    w = weight.to(u.dtype)
+    signal = a.detach().to(u.dtype)
+
+    def backward(d: Tensor, s: Tensor, *mask: bool) -> tuple[Tensor, ...]:
+        return _aten.convolution_backward(d, s, w, None, *how, mask)
+
+    return Map(
+        signal=signal,
+        tangent=lambda t: t.to(u.dtype),
+        push=lambda s: _aten.convolution(s, w, None, *how),
+        pull=lambda d: backward(d, signal, True, False, False)[0].to(a.dtype),
+        grad={weight: lambda d, s: backward(d, s, False, True, False)[1]},
+        add={} if bias is None else {bias: lambda d: d.sum([0, *range(2, d.dim())])},
+    )
+
+
+def _per_dim(value, dims: int) -> list[int]:
+    values = [value] if isinstance(value, int) else list(value)
+    return values * dims if len(values) == 1 else values

@@ -1,0 +1,103 @@
+"""The generic rule: any operation that PyTorch can differentiate twice.
+
+Everything a pass needs of `u = op(a; p)` is a derivative of one scalar, phi = < d , J_a op(a; p) t > = < J_aᵀ d , t >:
+
+    d phi / dd   the tangent of u (pass 3)
+    d phi / dp   pass 3's gradient of a weight
+    d phi / da   the curvature, which exact mode adds to R{d}
+
+phi is built as a backward pass through this one operation, and differentiated by PyTorch's double backward. Where forward
+AD knows the operation, the tangent comes from there, for less work.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .table import is_flat
+
+_no_forward_ad: set[Any] = set()
+
+Signal = list[Tensor | None]
+
+
+def push(op, t: Signal) -> Signal:
+    """The tangents of the outputs, from those of the active arguments."""
+    if op.func not in _no_forward_ad:
+        try:
+            tangents = _forward_ad(op, t)
+        except (NotImplementedError, RuntimeError) as error:
+            if "forward AD" not in str(error) and "jvp" not in str(error):
+                raise
+        else:
+            if all(s is not None for s in tangents):
+                return tangents
+        _no_forward_ad.add(op.func)
+    return _double_backward_push(op, t)
+
+
+def _forward_ad(op, t: Signal) -> Signal:
+    values = list(op.values)
+    with torch.no_grad(), forward_ad.dual_level():
+        for (i, _), s in zip(op.active, t, strict=True):
+            if s is not None:
+                values[i] = forward_ad.make_dual(values[i].detach(), s.to(values[i].dtype))
+        return [forward_ad.unpack_dual(u).tangent for u in op.call(values)]
+
+
+def _double_backward_push(op, t: Signal) -> Signal:
+    a, _, u = _run(op)
+    with torch.enable_grad():
+        d = [torch.ones_like(z).requires_grad_() for z in u]
+        phi = _inner(torch.autograd.grad(u, a, d, create_graph=True, allow_unused=True), t)
+        if phi is None:
+            return [torch.zeros_like(z) for z in u]
+        tangents = torch.autograd.grad(phi, d, allow_unused=True)
+    return [torch.zeros_like(z) if s is None else s for z, s in zip(u, tangents, strict=True)]
+
+
+def derive(op, d: Signal, t: Signal | None, r: Signal | None = None, *, curvature: bool = False):
+    """The weights' gradients of pass 2 and of pass 3, and R{d} of the active arguments.
+
+    d, r: the errors d and R{d} of the outputs; t: the tangents of the active arguments. Without r and curvature these are
+    the paper's; with them R{d} = J_aᵀ r + d phi / da, and J_pᵀ r joins the third pass's gradient.
+    """
+    a, p, u = _run(op)
+    used = [(z, e) for z, e in zip(u, d, strict=True) if e is not None]
+    outs, errors = [z for z, _ in used], [e.to(z.dtype) for z, e in used]
+    nothing: Signal = [None] * (len(a) + len(p))
+    with torch.enable_grad():
+        back = torch.autograd.grad(outs, p, errors, retain_graph=True, allow_unused=True) if p and outs else nothing
+        roots: list[Tensor] = []
+        seeds: list[Tensor] = []
+        if t is not None and outs and not is_flat(op.func):
+            phi = _inner(torch.autograd.grad(outs, a, errors, create_graph=True, allow_unused=True), t)
+            if phi is not None:
+                roots, seeds = [phi], [torch.ones_like(phi)]
+        for z, s in zip(u, r or [None] * len(u), strict=True):
+            if s is not None:
+                roots.append(z)
+                seeds.append(s.to(z.dtype))
+        wanted = [*p, *a] if curvature else p
+        third = torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if roots and wanted else nothing
+    return list(back[: len(p)]), list(third[: len(p)]), list(third[len(p) : len(p) + len(a)])
+
+
+def _run(op) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The operation again, on leaves of its own."""
+    values = list(op.values)
+    with torch.enable_grad():
+        for i, _ in (*op.active, *op.weights):
+            values[i] = values[i].detach().requires_grad_()
+        u = op.call(values)
+    return [values[i] for i, _ in op.active], [values[i] for i, _ in op.weights], u
+
+
+def _inner(errors, t: Signal) -> Tensor | None:
+    """< e , t > over all pairs that carry a derivative."""
+    terms = [
+        (e * s).sum() for e, s in zip(errors, t, strict=True) if e is not None and s is not None and e.requires_grad
+    ]
+    return sum(terms[1:], terms[0]) if terms else None

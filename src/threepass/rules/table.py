@@ -1,0 +1,116 @@
+"""The table of fast rules.
+
+A rule says how signals pass one operation `u = op(a; p)`, once pass 1 has fixed its arguments. It is a function of the
+output and of the call's own arguments that returns a `Map`, or None where it does not apply to this call:
+
+    @rule(torch.nn.functional.linear)
+    def linear(u, a, weight, bias=None):
+        return Map(signal=a, push=lambda s: s @ weight.mT, ...)
+
+An operation without a rule goes through the generic one (`generic.py`), which is right for every operation that PyTorch
+can differentiate twice. A rule exists because a benchmark showed that it pays.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Map:
+    """An operation at pass 1's values: a signal map, then a map that is linear in the signal and in the weights.
+
+    signal   what the weights multiply: a itself, or the normalised a of a norm
+    tangent  t -> the signal's tangent s
+    push     s -> the tangent of u
+    pull     R{d} -> what it adds to R{d} of a; given only where u is (piecewise) linear in a, so that a has no curvature
+    grad     for each weight, (d, s) -> its gradient, linear in both
+    add      for each additive weight, d -> its gradient; pass 3 adds nothing to it
+    """
+
+    push: Callable[..., Tensor]
+    signal: Tensor | None = None
+    tangent: Callable[[Tensor], Tensor] = _same
+    pull: Callable[[Tensor], Tensor] | None = None
+    grad: dict[Tensor, Callable[[Tensor, Tensor], Tensor]] = field(default_factory=dict)
+    add: dict[Tensor, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A registered rule; `reads` says whose contents it needs, the arguments' ("a") or the output's ("u")."""
+
+    make: Callable[..., Map | None]
+    arity: int
+    reads: str
+
+
+Make = Callable[..., Map | None]
+
+_RULES: dict[Any, Rule] = {}
+
+
+def rule(*functions: Any, arity: int = 1, reads: str = "a") -> Callable[[Make], Make]:
+    """Registers a rule for torch functions, custom ops (`torch.ops.lib.name`) or `autograd.Function` classes.
+
+    arity: only the first so many arguments may be active; a call with others is the generic rule's.
+    reads: "a": the rule reads its arguments, and of u only shape and dtype; "u": the other way round for u and the first
+        argument (a rectifier's mask can be read off either), and such a rule must serve every call.
+    """
+
+    def register(make: Make) -> Make:
+        for function in functions:
+            _RULES[key_of(function)] = Rule(make, arity, reads)
+        return make
+
+    return register
+
+
+def rule_for(func: Callable[..., Any]) -> Rule | None:
+    return _RULES.get(key_of(func))
+
+
+def key_of(func: Any) -> Any:
+    """What an operation is registered under: the Function class behind its `apply`, the packet of an overload."""
+    if isinstance(func, torch._ops.OpOverload):
+        return func.overloadpacket
+    if isinstance(func, torch.library.CustomOpDef):
+        return func._opoverload.overloadpacket
+    owner = getattr(func, "__self__", None)
+    return owner if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) else func
+
+
+def name_of(func: Any) -> str:
+    """The operation's name as a user would say it."""
+    key = key_of(func)
+    if isinstance(key, torch._ops.OpOverloadPacket):
+        return str(key)
+    name = getattr(key, "__name__", str(key))
+    owner = getattr(key, "__self__", None)
+    return f"Tensor.{owner.__name__}" if name == "__get__" and owner is not None else name
+
+
+def is_flat(func: Any) -> bool:
+    """Whether an operation is known to be affine, or piecewise so, in all its arguments together: nothing to add to R{d}."""
+    return key_of(func) is func and name_of(func).removesuffix("_") in _FLAT
+
+
+_FLAT = frozenset(
+    """
+    __getitem__ __setitem__ abs adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d
+    adaptive_max_pool2d adaptive_max_pool3d add amax amin avg_pool1d avg_pool2d avg_pool3d broadcast_to cat chunk clamp
+    clamp_max clamp_min clone concat concatenate constant_pad_nd contiguous copy cumsum diagonal double expand expand_as
+    flatten flip float fold gather hardshrink hardsigmoid hardtanh hstack index_select interpolate leaky_relu masked_fill
+    max_pool1d max_pool2d max_pool3d maximum mean minimum moveaxis movedim narrow neg pad permute pixel_shuffle
+    pixel_unshuffle ravel relu relu6 repeat repeat_interleave reshape roll select softshrink split split_with_sizes squeeze
+    stack sub sum swapaxes t tensor_split threshold tile to transpose tril triu type_as unbind unflatten unfold unsqueeze
+    upsample_bilinear2d upsample_nearest2d view view_as vstack where
+""".split()
+)

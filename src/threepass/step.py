@@ -1,0 +1,56 @@
+"""`ThreePass`: three passes in a training loop, in place of the forward and `loss.backward()`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .engine import Result, run
+from .options import Options
+
+
+class ThreePass:
+    """Adds three-pass gradients to `p.grad`.
+
+        step = threepass.ThreePass(model, loss_fn, alpha=0.1)
+        r = step(x, y)      # in place of loss = loss_fn(model(x), y); loss.backward()
+        optimizer.step()
+
+    The options are those of `three_pass`. alpha may be a function of the number of calls so far. every=k runs the third
+    pass in every k-th call, the first among them; the others add back * backpropagation alone (back is alpha, or 1 with
+    strength). Gradients go through autograd's own accumulation, so hooks on parameters fire as they do in `backward()`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Tensor],
+        alpha: float | Callable[[int], float] = 0.1,
+        reduction: str = "batch",
+        mode: str = "paper",
+        strength: float | None = None,
+        input_at: str | None = None,
+        batch_size: int | None = None,
+        separate: bool = False,
+        every: int = 1,
+    ):
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be a positive whole number, got {every!r}")
+        self.model, self.loss_fn, self.every = model, loss_fn, every
+        self.alpha = alpha if callable(alpha) else lambda calls: alpha
+        self.options: dict[str, Any] = {
+            "reduction": reduction, "mode": mode, "strength": strength,
+            "input_at": input_at, "batch_size": batch_size, "separate": separate,
+        }  # fmt: skip
+        self.calls = 0
+        Options(self.alpha(0), **self.options)
+
+    def __call__(self, x: Any, y: Any) -> Result:
+        options = Options(self.alpha(self.calls), **self.options)
+        r = run(self.model, self.loss_fn, x, y, options, third=self.calls % self.every == 0)
+        self.calls += 1
+        named = dict(self.model.named_parameters())
+        with torch.inference_mode(False), torch.enable_grad():
+            torch.autograd.backward([named[name] for name in r.grads], list(r.grads.values()))
+        return r

@@ -1,0 +1,442 @@
+"""What pass 1 keeps for the passes after it.
+
+Pass 1 runs the user's model once, under a `TorchFunctionMode` that sees every torch function call. A tensor is
+
+* active, when it depends on the input: signals run along these;
+* a weight, when it is a parameter or computed from parameters alone: it gets a gradient;
+* a constant, otherwise.
+
+A call with an active argument becomes an `Operation` on the tape, in order, and runs with its weights detached, so that
+pass 2 computes errors and no weight gradients. A call without one runs as it is: weight norm, LoRA's product or a class
+token's `expand` leave a weight with a history, along which the chain rule runs on to the parameters. The tape is a
+straight-line program, so pass 3 needs no second run of the user's code: hooks fire once, buffers and random numbers
+move once, and branches stay as pass 1 took them.
+
+An operation is one torch function call, or one call of an `autograd.Function` or a custom op. torch functions that are
+thin wrappers in Python (`F.batch_norm`, `F.relu`) are looked into, to reach the call inside; one that hides several
+operations with weights (`F.multi_head_attention_forward`) is taken whole.
+"""
+
+import contextlib
+import functools
+import re
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.checkpoint import CheckpointFunction
+
+from .errors import Place
+from .precision import HALF
+from .replay import MULTI_HEAD, SILENT_WRITES, as_recorded, is_random, random_state
+from .rules.table import Map, Rule, name_of, rule_for
+
+_DROPOUT = {torch.dropout: torch.mul, torch.dropout_: Tensor.mul_,
+            torch.feature_dropout: torch.mul, torch.feature_dropout_: Tensor.mul_}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spot:
+    """Where an active tensor's signal lives. The tape keeps spots, not tensors, so that activations can be freed."""
+
+    token: object  # of the tape that the tensor is active on
+    storage: tuple[int, int]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def window(self, buffer: Tensor) -> Tensor:
+        """The part of a storage-shaped buffer that this tensor looks at."""
+        return buffer.as_strided(self.shape, self.stride, self.offset)
+
+    def buffer(self) -> Tensor:
+        return torch.zeros(self.storage[1] // self.dtype.itemsize, dtype=self.dtype, device=self.device)
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """One call `u = op(a; p)`: its flat arguments, and which of them are active (a) or weights (p)."""
+
+    func: Callable[..., Any]
+    values: list[Any]  # the arguments; one that a later call writes to is replaced by a copy of what it was
+    spec: TreeSpec
+    active: list[tuple[int, Spot]]
+    weights: list[tuple[int, Tensor]]
+    module: str
+    autocast: tuple[str, bool, torch.dtype]
+    rng: list[Tensor] | None
+    rule: Rule | None
+    written: list[int] = field(default_factory=list)
+    picks: list[int] = field(default_factory=list)  # which of the call's results are the outputs u
+    outputs: list[Spot] = field(default_factory=list)
+    output: Tensor | None = None  # u, for a fast rule; its contents, if the rule reads them
+    edges: list[GradientEdge] = field(default_factory=list)  # where pass 2 finds the error d of each output
+    base: Spot | None = None  # of whom the output is a part, where the call writes through a view
+
+    @property
+    def name(self) -> str:
+        return name_of(self.func)
+
+    def call(self, values: list[Any]) -> list[Tensor]:
+        """The operation as a pure function of its flat arguments: what it writes to, it gets a copy of."""
+        values = list(values)
+        for i in (*self.written, *SILENT_WRITES.get(self.func, ())):
+            values[i] = values[i].clone() if isinstance(values[i], Tensor) else values[i]
+        args, kwargs = tree_unflatten(values, self.spec)
+        with as_recorded(self.func, self.autocast, self.rng):
+            out = self.func(*args, **kwargs)
+        results = _results(out, values, self.written)
+        return [results[i] for i in self.picks]
+
+    def map(self) -> Map | None:
+        """The fast rule's map for this call; None where the generic rule serves."""
+        if self.rule is None or self.output is None:
+            return None
+        args, kwargs = tree_unflatten(self.values, self.spec)
+        made = self.rule.make(self.output, *args, **kwargs)
+        known = made and all(self.values[i] in made.grad or self.values[i] in made.add for i, _ in self.weights)
+        return made if known else None
+
+    def error_at_output(self, d: Tensor | None) -> Tensor | None:
+        """The output's part of the error that pass 2 found at its edge."""
+        if self.base is None or d is None:
+            return d
+        buffer = self.base.buffer()
+        self.base.window(buffer).copy_(d)
+        return self.outputs[0].window(buffer)
+
+
+class Record(TorchFunctionMode):
+    """Pass 1's tape: the operations in order, the inputs, and the places that cannot be gone through."""
+
+    def __init__(self, device: str):
+        super().__init__()
+        self.device = device
+        self.operations: list[Operation] = []
+        self.inputs: list[tuple[Tensor, Tensor, Spot]] = []  # as given, as a leaf, the copy that the model gets
+        self.inside = False  # the input is the output of a module, not x
+        self.half: set[torch.dtype] = set()  # the half-precision formats that operations ran in
+        self.problems: list[Place] = []
+        self.path: list[str] = []  # the modules being run, for messages
+        self.recording = True
+        self.checkpointed = False
+        self._token = object()
+        self._inside: list[Callable[..., Any]] = []  # the Python functions being looked into
+        self._derived: dict[int, Tensor] = {}
+        self._shared: set[tuple[int, int]] = set()  # storage that is written to while several tensors look at it
+        self._readers: dict[tuple[int, int], list[tuple[Operation, int]]] = defaultdict(list)
+        self._lookers: dict[tuple[int, int], set[int]] = defaultdict(set)
+
+    def add_input(self, z: Tensor) -> Tensor:
+        """Makes z an input of the net; returns the copy to go on with, which may be written to."""
+        with torch._C.DisableTorchFunction():
+            leaf = z.detach().requires_grad_()
+            start = leaf.clone()
+            self.inputs.append((z, leaf, self._settle(start)))
+        return start
+
+    def is_active(self, z: Tensor) -> bool:
+        return z.requires_grad and not z.is_leaf and id(z) not in self._derived
+
+    def signals(self) -> "Signals":
+        return Signals(self._shared)
+
+    def program(self, to_the_end: bool) -> Iterator[tuple[Operation, bool, list[Spot]]]:
+        """Empties the tape: each operation that pass 3 visits, whether its tangent goes on (to a weight, or the loss), and
+        the spots whose signals nobody reads after it."""
+        ahead: set[Any] = set()
+        visits = []
+        for op in reversed(self.operations):
+            storage = op.outputs[0].storage
+            if storage in self._shared and not op.written and any(z.storage == storage for _, z in op.active):
+                continue  # another window on the same signals: nothing moves
+            pushes = to_the_end or any(self._where(u) in ahead for u in op.outputs)
+            if pushes or op.weights:
+                spots = {id(z): z for _, z in op.active}.values()
+                last = [z for z in spots if self._where(z) not in ahead and z.storage not in self._shared]
+                visits.append((op, pushes, last))
+                ahead.update(map(self._where, spots))
+        self.operations = []
+        while visits:
+            yield visits.pop()
+
+    def wants(self, z: Spot) -> bool:
+        """Whether R{d} of z goes anywhere: on along the tape, or from an input on to weights before it."""
+        return all(z is not start or source.requires_grad for source, _, start in self.inputs)
+
+    def _where(self, z: Spot) -> Any:
+        return z.storage if z.storage in self._shared else z
+
+    @contextlib.contextmanager
+    def rerunning(self) -> Iterator[None]:
+        """For pass 2, in which activation checkpoints run parts of the model again: as in pass 1, but nothing is noted."""
+        self.recording = False
+        with functions_seen() if self.checkpointed else contextlib.nullcontext():
+            with self if self.checkpointed else contextlib.nullcontext():
+                yield
+
+    @contextlib.contextmanager
+    def explaining(self, op: Operation) -> Iterator[None]:
+        """What an operation cannot do goes on the list of problems, and the pass goes on to find the others."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except (NotImplementedError, RuntimeError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self.problems.append(Place(op.module, op.name, reason, "give it a rule: see docs/add-a-rule.md"))
+
+    def problem(self, operation: str, reason: str, advice: str) -> None:
+        self.problems.append(Place(self.path[-1] if self.path else "", operation, reason, advice))
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func not in self._inside and (body := _python_body(func)) is not None:
+            self._inside.append(func)
+            try:
+                with self:
+                    return body(*args, **kwargs)
+            finally:
+                self._inside.pop()
+        values, spec = tree_flatten((args, kwargs))
+        tensors = [(i, z) for i, z in enumerate(values) if isinstance(z, Tensor)]
+        if torch.is_grad_enabled() and any(self.is_active(z) for _, z in tensors):
+            return self._operation(func, values, spec, tensors)
+        out = func(*args, **kwargs)
+        if any(z.requires_grad for _, z in tensors):
+            self._derive([*tree_leaves(out), *(z for _, z in tensors[:1])])
+        return out
+
+    def _derive(self, results: list[Any]) -> None:
+        """Results of a call on weights and constants alone: what needs a gradient is a weight."""
+        for z in results:
+            if isinstance(z, Tensor) and z.requires_grad and not z.is_leaf and self._spot(z) is None:
+                self._derived[id(z)] = z
+
+    def _operation(self, func, values, spec, tensors):
+        """A call with an active argument: runs it with its weights detached, and notes it."""
+        if func in _DROPOUT:
+            func, values, spec = _drawn_once(func, values, spec)
+        active = [(i, z) for i, z in tensors if self.is_active(z) and self._is_known(func, z)]
+        weights = [(i, z) for i, z in tensors if z.requires_grad and not self.is_active(z)]
+        for i, z in weights:
+            values[i] = z.detach()
+        op = self._note(func, values, spec, active, weights)
+        writes = _writes(func)
+        if writes and self.recording:
+            values[0] = self._before_write(op, tensors[0][1])
+        versions = [_version(values[i]) for i, _ in tensors]
+        args, kwargs = tree_unflatten(values, spec)
+        with as_recorded(func, None, None) if op.rng is not None else contextlib.nullcontext():
+            out = func(*args, **kwargs)
+        if self.recording:
+            op.written = [i for (i, _), v in zip(tensors, versions, strict=True) if _version(values[i]) != v]
+            if not writes and any(i in op.written for i, _ in (*active, *weights)):
+                self.problem(op.name, "writes to its arguments unannounced", "end its name with an underscore")
+            self.checkpointed |= torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+            out = _apart(out)
+            self._append(op, _results(out, values, op.written), {id(z) for i, z in tensors if i not in op.written})
+        return out
+
+    def _note(self, func, values, spec, active, weights) -> Operation:
+        rule = rule_for(func)
+        if rule is not None and any(i >= rule.arity for i, _ in active):
+            rule = None
+        spots = [(i, self._spot(z) or self._settle(z)) for i, z in active]
+        autocast = (self.device, torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device))
+        rng = random_state(self.device) if is_random(func, values) else None
+        module = self.path[-1] if self.path else ""
+        return Operation(func, list(values), spec, spots, weights, module, autocast, rng, rule)
+
+    def _append(self, op: Operation, results: list[Tensor], given: set[int]) -> None:
+        outputs = []
+        for i, u in enumerate(results):
+            if u.requires_grad and id(u) not in given:
+                given.add(id(u))
+                op.picks.append(i)
+                outputs.append(u)
+        if not outputs:
+            return
+        self.operations.append(op)
+        self.half.update({u.dtype for u in outputs} & set(HALF))
+        whole = outputs[0]._base if op.written and outputs[0]._is_view() else None
+        op.base = None if whole is None else self._settle(whole)
+        op.edges = [get_gradient_edge(u if whole is None else whole) for u in outputs]
+        op.outputs = [self._spot(u) or self._settle(u) for u in outputs]
+        if op.rule is not None and len(outputs) == 1:
+            reads_u = op.rule.reads == "u"
+            op.output = outputs[0].detach() if reads_u else torch.empty_like(outputs[0], device="meta")
+            if reads_u:
+                op.values[0] = torch.empty_like(op.values[0], device="meta")
+        for i, _ in op.active:
+            if i not in op.written:
+                self._readers[_storage(op.values[i])].append((op, i))
+
+    def _spot(self, z: Tensor) -> Spot | None:
+        spot = getattr(z, "_threepass_spot", None)
+        return spot if spot is not None and spot.token is self._token else None
+
+    def _settle(self, z: Tensor) -> Spot:
+        storage = _storage(z)
+        spot = Spot(self._token, storage, z.shape, z.stride(), z.storage_offset(), z.dtype, z.device)
+        z._threepass_spot = spot
+        self._derived.pop(id(z), None)
+        self._lookers[storage].add(id(spot))
+        return spot
+
+    def _is_known(self, func, z: Tensor) -> bool:
+        if self._spot(z) is not None or not self.recording:
+            return True
+        if _storage(z) in self._shared:  # it became active when something was written to its storage
+            return True
+        maker = z.grad_fn.name() if z.grad_fn is not None else "a hidden operation"
+        self.problem(
+            name_of(func),
+            f"its argument comes from {maker}, run where torch functions are not seen (TorchScript, an extension)",
+            "run that part as plain PyTorch, or wrap it as a torch.autograd.Function or a torch.library custom op",
+        )
+        return False
+
+    def _before_write(self, op: Operation, z: Tensor) -> Tensor:
+        """Called before op writes to z: keeps the old contents for those who need them, and returns what to write to."""
+        storage = _storage(z)
+        for reader, i in self._readers.pop(storage, ()):
+            reader.values[i] = reader.values[i].detach().clone()
+        if len(self._lookers[storage]) > (self._spot(z) is not None) or z._is_view():
+            self._shared.add(storage)
+        if id(z) in self._derived:  # a weight with a history becomes an activation: the history goes on from a copy
+            history = z.clone()
+            self._derived[id(history)] = history
+            op.weights[:] = [(i, history if w is z else w) for i, w in op.weights]
+            z.detach_()
+            del self._derived[id(z)]
+        if op.rule is None:
+            op.values[0] = z.detach().clone()
+        return z
+
+
+class Signals:
+    """One signal for every active tensor: the tangent t in pass 3, R{d} in exact mode.
+
+    Where operations write to storage that several tensors look at, their signals share storage in the same way.
+    """
+
+    def __init__(self, shared: set[tuple[int, int]]):
+        self._shared = shared
+        self._own: dict[Spot, Tensor] = {}
+        self._buffers: dict[tuple[int, int], Tensor] = {}
+
+    def get(self, z: Spot) -> Tensor | None:
+        if z.storage not in self._shared:
+            return self._own.get(z)
+        return z.window(self._buffers[z.storage]).clone() if z.storage in self._buffers else None
+
+    def put(self, z: Spot, signal: Tensor | None) -> None:
+        if z.storage in self._shared:
+            self._window(z).copy_(torch.zeros((), dtype=z.dtype) if signal is None else signal)
+        elif signal is None:
+            self._own.pop(z, None)
+        else:
+            self._own[z] = signal
+
+    def add(self, z: Spot, signal: Tensor) -> None:
+        if z.storage in self._shared:
+            self._window(z).add_(signal)
+        else:
+            self._own[z] = self._own[z] + signal if z in self._own else signal
+
+    def take(self, z: Spot) -> Tensor | None:
+        """The signal of z, which has none from here on."""
+        signal = self.get(z)
+        if signal is not None:
+            self.put(z, None)
+        return signal
+
+    def _window(self, z: Spot) -> Tensor:
+        if z.storage not in self._buffers:
+            self._buffers[z.storage] = z.buffer()
+        return z.window(self._buffers[z.storage])
+
+
+@contextlib.contextmanager
+def functions_seen() -> Iterator[None]:
+    """`autograd.Function.apply` is no torch function: within this context a Record sees it all the same."""
+    original = Function.__dict__["apply"]
+
+    def apply(cls, *args, **kwargs):
+        mode = _get_current_function_mode() if torch._C._is_torch_function_mode_enabled() else None
+        func = types.MethodType(original.__func__, cls)
+        if isinstance(mode, Record) and cls is CheckpointFunction:  # its backward only works in loss.backward()
+            return args[0](*args[2:])
+        if not isinstance(mode, Record) or cls.__module__ == CheckpointFunction.__module__:
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return mode.__torch_function__(func, (), args, kwargs)
+
+    Function.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        Function.apply = original
+
+
+def _storage(z: Tensor) -> tuple[int, int]:
+    storage = z.untyped_storage()
+    return storage._cdata, storage.nbytes()
+
+
+def _version(z: Tensor) -> int:
+    return 0 if z.is_inference() else z._version
+
+
+def _results(out: Any, values: list[Any], written: list[int]) -> list[Tensor]:
+    """Everything tensors that a call leaves behind: what it returns, then what it wrote to."""
+    return [z for z in (*tree_leaves(out), *(values[i] for i in written)) if isinstance(z, Tensor)]
+
+
+def _apart(out: Any) -> Any:
+    """Outputs with histories of their own become aliases, so that one's error has no part in another's: a cell's state c
+    is behind its state h, and h's error reaches c's own edge."""
+    if isinstance(out, Tensor) or len({z.grad_fn for z in tree_leaves(out) if isinstance(z, Tensor)} - {None}) < 2:
+        return out
+    return tree_map(lambda z: z.view_as(z) if isinstance(z, Tensor) and z.requires_grad else z, out)
+
+
+def _drawn_once(func, values, spec):
+    """Dropout as a multiplication by its mask, drawn as dropout draws it, so that pass 3 has the same mask."""
+    args, kwargs = tree_unflatten(values, spec)
+    a, p, train = (*args, *kwargs.values())[:3]
+    if not train or p == 0:
+        return func, values, spec
+    draw = torch.dropout if func in (torch.dropout, torch.dropout_) else torch.feature_dropout
+    mask = draw(torch.ones_like(a, requires_grad=False), p, True)
+    return _DROPOUT[func], *tree_flatten(((a, mask), {}))
+
+
+@functools.cache
+def _writes(func) -> bool:
+    """Whether torch's names say that a function writes to its first argument."""
+    name = name_of(func).rpartition(".")[2]
+    return bool(re.fullmatch(r"\w*[^_]_|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|matmul)__", name))
+
+
+@functools.cache
+def _python_body(func) -> Callable[..., Any] | None:
+    """A torch function written in Python, with its question whether somebody overrides it answered no."""
+    if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch") or func is MULTI_HEAD:
+        return None
+    asks = [name for name in func.__globals__ if name.startswith("has_torch_function")]
+    globals_ = func.__globals__ | {name: lambda *_: False for name in asks}
+    body = types.FunctionType(func.__code__, globals_, func.__name__, func.__defaults__, func.__closure__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body

@@ -1,0 +1,98 @@
+"""A finite-difference oracle: the definition of the third pass, with none of the engine's code.
+
+Tangents are central differences of the activations along dl/dx. For every torch function call op(a; p) that takes an
+activation and a weight, pass 3's gradient of p is then d/dp < d , J_a op(a; p) t >, with J_a t again a central difference
+and d/dp one first-order backward pass.
+"""
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+
+class Watch(TorchFunctionMode):
+    """Notes every torch function call that takes an activation (what depends on x) and a weight (what does not)."""
+
+    def __init__(self, x_leaves):
+        self.leaves, self.calls = x_leaves, []
+
+    def depends_on_x(self, z: Tensor) -> bool:
+        seen, todo = set(), [z.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if any(getattr(node, "variable", None) is leaf for leaf in self.leaves):
+                return True
+            todo += [n for n, _ in node.next_functions]
+        return False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        flat, spec = tree_flatten((args, kwargs or {}))
+        needs = [i for i, z in enumerate(flat) if isinstance(z, Tensor) and z.requires_grad]
+        a = [i for i in needs if self.depends_on_x(flat[i])]
+        p = [i for i in needs if i not in a]
+        before = [z.detach().clone() if isinstance(z, Tensor) else z for z in flat] if a and p else None
+        out = func(*args, **(kwargs or {}))
+        if a and p and isinstance(out, tuple):  # an alias each, so that one output's error has no part in another's
+            out = tree_map(lambda z: z.view_as(z) if isinstance(z, Tensor) else z, out)
+        outs = [z for z in tree_flatten(out)[0] if isinstance(z, Tensor) and z.requires_grad]
+        if a and p and outs:
+            d = [None] * len(outs)
+            for k, u in enumerate(outs):
+                u.register_hook(lambda g, d=d, k=k: d.__setitem__(k, g))
+            self.calls.append((func, spec, before, a, p, [flat[i] for i in p], d))
+        return out
+
+
+def third_grads(model, loss_fn, x: Tensor, y, eps: float = 1e-6) -> dict[str, Tensor]:
+    """Pass 3's gradients, reduction="batch", for a model that takes one tensor and draws no random numbers."""
+    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    buffers = [(b, b.clone()) for b in model.buffers()]
+
+    def watch(at: Tensor):
+        with torch.no_grad():
+            for b, old in buffers:
+                b.copy_(old)
+        leaf = at.detach().clone().requires_grad_()
+        with Watch([leaf]) as w:
+            loss = loss_fn(model(leaf * 1), y)
+        return leaf, loss, w.calls
+
+    leaf, loss, calls = watch(x)
+    (dx,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    size = dx.abs().max()
+    above, below = watch(x + eps * dx / size)[2], watch(x - eps * dx / size)[2]
+    total = {n: torch.zeros_like(p) for n, p in params.items()}
+    for call, up, down in zip(calls, above, below, strict=True):
+        func, spec, before, a, p, weights, d = call
+        t = {i: (up[2][i] - down[2][i]) * (size / (2 * eps)) for i in a}
+        h = 1e-5 / max(float(s.abs().max()) for s in t.values())
+        leaves = [before[i].clone().requires_grad_() for i in p]
+
+        def at(sign, func=func, spec=spec, before=before, t=t, h=h, p=p, leaves=leaves):
+            flat = [z.clone() if isinstance(z, Tensor) else z for z in before]
+            for i, s in t.items():
+                flat[i] = flat[i] + sign * h * s
+            for i, z in zip(p, leaves, strict=True):
+                flat[i] = z
+            args, kwargs = tree_unflatten(flat, spec)
+            return [z for z in tree_flatten(func(*args, **kwargs))[0] if isinstance(z, Tensor) and z.requires_grad]
+
+        phi = sum(((b - c) * e / (2 * h)).sum() for b, c, e in zip(at(1), at(-1), d, strict=True) if e is not None)
+        if not isinstance(phi, Tensor):
+            continue
+        gs = torch.autograd.grad(phi, leaves, allow_unused=True)
+        for weight, g in zip(weights, gs, strict=True):
+            if g is None:
+                continue
+            for (name, q), chained in zip(
+                params.items(),
+                torch.autograd.grad(weight * 1, list(params.values()), g, retain_graph=True, allow_unused=True),
+                strict=True,
+            ):
+                if chained is not None:
+                    total[name] += chained
+    return total
