@@ -137,6 +137,7 @@ def forward(model, loss_fn, x, y, options: Options, tape: Record, paths: bool) -
         if options.input_at is None and any(map(_is_float, tree_leaves(x))):
             x = tree_map(lambda z: tape.add_input(z) if _is_float(z) else z, x)
         else:
+            tape.inside = True
             stack.enter_context(_inputs_inside(model, tape, options.input_at))
         stack.enter_context(functions_seen())
         stack.enter_context(tape)
@@ -179,6 +180,7 @@ def forward_again(tape: Record, dx: list[Tensor], t_0: list[Tensor] | None, d: E
     whole = gradients.options.exact and t_0 is not None
     visits = []
     for op, pushes, last in tape.program(to_the_end=whole):
+        tangents = None
         with tape.explaining(op):
             visit = Visit(op, d.pop(op, [None] * len(op.outputs)), [signals.get(z) for _, z in op.active])
             if whole:
@@ -186,10 +188,12 @@ def forward_again(tape: Record, dx: list[Tensor], t_0: list[Tensor] | None, d: E
             else:
                 visit.collect(gradients)
             if pushes and t_0 is not None:
-                for u, t in zip(op.outputs, visit.push(), strict=True):
-                    signals.put(u, t)
+                tangents = visit.push()
         for z in last:
             signals.put(z, None)
+        if pushes and t_0 is not None:
+            for u, t in zip(op.outputs, tangents or [u.zeros() for u in op.outputs], strict=True):
+                signals.put(u, t)
     if whole:
         exact.pull(tape, visits, gradients)
 
@@ -262,6 +266,8 @@ def _paths(model: nn.Module, tape: Record) -> Iterator[None]:
     """Keeps tape.path at the module that is running."""
     handles = []
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+            continue
         handles.append(
             module.register_forward_pre_hook(lambda m, args, name=name: tape.path.append(name), prepend=True)
         )

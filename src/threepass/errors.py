@@ -20,7 +20,7 @@ class UnsupportedError(RuntimeError):
     """Lists every place of the model that has no third pass; raised with gradients, buffers and RNG as they were."""
 
     def __init__(self, places: list[Place]):
-        self.places = list(dict.fromkeys(places))
+        self.places = list({(place.module, place.operation): place for place in reversed(places)}.values())[::-1]
         lines = "\n".join(f"  - {place}" for place in self.places)
         super().__init__(
             f"three passes cannot go through {len(self.places)} place(s) of this model:\n{lines}\n"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .options import Options
-from .precision import HALF, accumulate_dtype, round_stochastically
+from .precision import accumulate_dtype
 from .rules.table import Map
 from .tape import Operation
 
@@ -72,14 +72,10 @@ class Gradients:
             back.setdefault(name, zero)
             third.setdefault(name, zero)
         names = [name for name in parameters if name in back]
-        grads = {n: self._combined(parameters[n], back[n], third[n]) for n in names}
+        grads = {n: self.options.back * back[n] + self.options.third * third[n] for n in names}
         if not self.options.separate:
             return grads, None, None
-        return grads, {n: back[n].to(parameters[n].dtype) for n in names}, {n: third[n] for n in names}
-
-    def _combined(self, p: Tensor, back: Tensor, third: Tensor) -> Tensor:
-        total = self.options.back * back + self.options.third * third
-        return round_stochastically(total, p.dtype) if p.dtype in HALF else total.to(p.dtype)
+        return grads, {n: back[n] for n in names}, {n: third[n] for n in names}
 
 
 def _accumulate(terms: Terms, weight: Tensor, g: Tensor | None) -> None:

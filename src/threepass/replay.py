@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .rules.table import key_of, name_of
+from .rules.table import is_users, name_of
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
 MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
@@ -19,10 +19,8 @@ _RANDOM = {"alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_
 
 def is_random(func: Callable[..., Any], values: list[Any]) -> bool:
     """Whether a call may draw random numbers: those of user-defined operations may."""
-    key = key_of(func)
-    own = isinstance(key, (type, torch._ops.OpOverloadPacket)) and not str(key).startswith("aten.")
     drops = func in (ATTENTION, MULTI_HEAD) and any(isinstance(v, float) and v > 0 for v in values)
-    return own or drops or func in _RECURRENT or name_of(func) in _RANDOM
+    return is_users(func) or drops or func in _RECURRENT or name_of(func) in _RANDOM
 
 
 def random_state(device: str) -> list[Tensor]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .engine import Result, run
 from .options import Options
+from .precision import round_stochastically
 
 
 class ThreePass:
@@ -52,5 +53,6 @@ class ThreePass:
         self.calls += 1
         named = dict(self.model.named_parameters())
         with torch.inference_mode(False), torch.enable_grad():
-            torch.autograd.backward([named[name] for name in r.grads], list(r.grads.values()))
+            grads = [g if g.dtype == named[n].dtype else round_stochastically(g, named[n].dtype) for n, g in r.grads.items()]
+            torch.autograd.backward([named[name] for name in r.grads], grads)
         return r

@@ -59,6 +59,9 @@ class Spot:
         """The part of a storage-shaped buffer that this tensor looks at."""
         return buffer.as_strided(self.shape, self.stride, self.offset)
 
+    def zeros(self) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
     def buffer(self) -> Tensor:
         return torch.zeros(self.storage[1] // self.dtype.itemsize, dtype=self.dtype, device=self.device)
 
@@ -266,6 +269,10 @@ class Record(TorchFunctionMode):
                 op.picks.append(i)
                 outputs.append(u)
         if not outputs:
+            return
+        if not op.active:  # nothing but hidden operations before it, which are on the list of problems
+            for u in outputs:
+                self._settle(u)
             return
         self.operations.append(op)
         self.half.update({u.dtype for u in outputs} & set(HALF))

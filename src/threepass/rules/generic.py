@@ -7,7 +7,8 @@ Everything a pass needs of `u = op(a; p)` is a derivative of one scalar, phi = <
     d phi / da   the curvature, which exact mode adds to R{d}
 
 phi is built as a backward pass through this one operation, and differentiated by PyTorch's double backward. Where forward
-AD knows the operation, the tangent comes from there, for less work.
+AD knows the operation, the tangent comes from there, for less work. A user's own operation whose backward is not
+differentiable would give zeros here in silence: the checks below refuse it.
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .table import is_flat
+from .table import is_flat, is_users
 
 _no_forward_ad: set[Any] = set()
 
@@ -52,9 +53,12 @@ def _double_backward_push(op, t: Signal) -> Signal:
     with torch.enable_grad():
         d = [torch.ones_like(z).requires_grad_() for z in u]
         phi = _inner(torch.autograd.grad(u, a, d, create_graph=True, allow_unused=True), t)
-        if phi is None:
-            return [torch.zeros_like(z) for z in u]
-        tangents = torch.autograd.grad(phi, d, allow_unused=True)
+        tangents: Signal = [None] * len(u)
+        if phi is not None:
+            _refuse_error_nodes(phi)
+            tangents = list(torch.autograd.grad(phi, d, allow_unused=True))
+    if is_users(op.func) and any(s is None for s in tangents):
+        raise RuntimeError("its backward hides from autograd how it depends on the incoming error (a detach?)")
     return [torch.zeros_like(z) if s is None else s for z, s in zip(u, tangents, strict=True)]
 
 
@@ -75,6 +79,7 @@ def derive(op, d: Signal, t: Signal | None, r: Signal | None = None, *, curvatur
         if t is not None and outs and not is_flat(op.func):
             phi = _inner(torch.autograd.grad(outs, a, errors, create_graph=True, allow_unused=True), t)
             if phi is not None:
+                _refuse_error_nodes(phi)
                 roots, seeds = [phi], [torch.ones_like(phi)]
         for z, s in zip(u, r or [None] * len(u), strict=True):
             if s is not None:
@@ -82,7 +87,43 @@ def derive(op, d: Signal, t: Signal | None, r: Signal | None = None, *, curvatur
                 seeds.append(s.to(z.dtype))
         wanted = [*p, *a] if curvature else p
         third = torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if roots and wanted else nothing
+    if is_users(op.func) and t is not None and outs:
+        _refuse_hidden_weights(op, d, [i for (i, _), g in zip(op.weights, third, strict=False) if g is None])
     return list(back[: len(p)]), list(third[: len(p)]), list(third[len(p) : len(p) + len(a)])
+
+
+def _refuse_error_nodes(phi: Tensor) -> None:
+    """A backward marked once-differentiable leaves a node that raises when it runs; if nobody needs it, it never runs."""
+    seen, todo = set(), [phi.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if "Error" in node.name() or "NotImplemented" in node.name():
+            raise RuntimeError("its backward cannot be differentiated: it is marked once_differentiable")
+        todo.extend(child for child, _ in node.next_functions)
+
+
+def _refuse_hidden_weights(op, d: Signal, without: list[int]) -> None:
+    """A user's operation: where double backward finds no dependence of J_aᵀ d on a weight, moving the weight shows none."""
+    before = _errors(op, d, op.values)
+    for i in without:
+        moved = list(op.values)
+        moved[i] = op.values[i] * 1.25 + 0.125
+        for e, f in zip(before, _errors(op, d, moved), strict=True):
+            if e is not None and f is not None and not torch.allclose(e, f, rtol=1e-3, atol=1e-3 * e.abs().max().item()):
+                raise RuntimeError("its backward depends on a weight in a way that autograd cannot see (once_differentiable, a detach?)")
+
+
+def _errors(op, d: Signal, values: list) -> Signal:
+    values = list(values)
+    with torch.enable_grad():
+        a = [values[i].detach().requires_grad_() for i, _ in op.active]
+        for (i, _), z in zip(op.active, a, strict=True):
+            values[i] = z
+        used = [(u, e) for u, e in zip(op.call(values), d, strict=True) if e is not None]
+        return list(torch.autograd.grad([u for u, _ in used], a, [e for _, e in used], allow_unused=True))
 
 
 def _run(op) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

@@ -97,6 +97,12 @@ def name_of(func: Any) -> str:
     return f"Tensor.{owner.__name__}" if name == "__get__" and owner is not None else name
 
 
+def is_users(func: Any) -> bool:
+    """Whether an operation is somebody's own: an `autograd.Function` or a custom op."""
+    key = key_of(func)
+    return isinstance(key, type) or (isinstance(key, torch._ops.OpOverloadPacket) and not str(key).startswith("aten."))
+
+
 def is_flat(func: Any) -> bool:
     """Whether an operation is known to be affine, or piecewise so, in all its arguments together: nothing to add to R{d}."""
     return key_of(func) is func and name_of(func).removesuffix("_") in _FLAT
