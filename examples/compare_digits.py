@@ -49,7 +49,9 @@ class Method:
 METHODS = {
     "two passes": Method(ETA, None, f"backpropagation, learning rate {ETA:g}"),
     "three, paper": Method(ETA / ALPHA, {"alpha": ALPHA}, f"alpha {ALPHA:g}, learning rate {ETA:g} / {ALPHA:g}"),
-    "three, exact": Method(ETA, {"mode": "exact", "strength": STRENGTH}, f"strength {STRENGTH:g}, learning rate {ETA:g}"),
+    "three, exact": Method(
+        ETA, {"mode": "exact", "strength": STRENGTH}, f"strength {STRENGTH:g}, learning rate {ETA:g}"
+    ),
 }
 
 
@@ -243,7 +245,9 @@ def main(argv: list[str] | None = None) -> Path:
     parser = argparse.ArgumentParser(description="Two passes against three on scikit-learn's digits.")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="a new folder; if it exists, OUT-2 and so on")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/demo"), help="a new folder; if it exists, OUT-2 and so on"
+    )
     args = parser.parse_args(argv)
 
     records, rows = None, None

@@ -575,12 +575,31 @@ CASES = [
 ]
 
 _ACTIVATIONS = [
-    F.relu, F.relu6, F.leaky_relu, F.elu, F.celu, F.selu, F.gelu, F.silu, F.mish, F.hardswish, F.hardtanh,
-    F.softplus, F.softsign, F.tanhshrink, F.softshrink, F.hardshrink, F.logsigmoid, torch.sigmoid, torch.tanh, torch.abs,
-    torch.erf, torch.sin, lambda z: F.glu(torch.cat([z, z], -1)), lambda z: F.log_softmax(z, -1), lambda z: F.softmin(z, -1),
-    lambda z: torch.where(z > 0, z, z.square()), lambda z: z.clamp(-0.5, 0.5), lambda z: torch.maximum(z, z.roll(1, -1)),
-    lambda z: z.sort(-1).values, lambda z: z.cumsum(-1), lambda z: torch.logsumexp(z, -1, keepdim=True), lambda z: z.std(-1, keepdim=True),
-]  # fmt: skip
+    *(
+        F.relu,
+        F.relu6,
+        F.leaky_relu,
+        F.elu,
+        F.celu,
+        F.selu,
+        F.gelu,
+        F.silu,
+        F.mish,
+        F.hardswish,
+        F.hardtanh,
+        F.softplus,
+    ),
+    *(F.softsign, F.tanhshrink, F.softshrink, F.hardshrink, F.logsigmoid, torch.sigmoid, torch.tanh, torch.abs),
+    *(torch.erf, torch.sin, lambda z: F.glu(torch.cat([z, z], -1)), lambda z: F.log_softmax(z, -1)),
+    lambda z: F.softmin(z, -1),
+    lambda z: torch.where(z > 0, z, z.square()),
+    lambda z: z.clamp(-0.5, 0.5),
+    lambda z: torch.maximum(z, z.roll(1, -1)),
+    lambda z: z.sort(-1).values,
+    lambda z: z.cumsum(-1),
+    lambda z: torch.logsumexp(z, -1, keepdim=True),
+    lambda z: z.std(-1, keepdim=True),
+]
 
 
 def _evaluated(model):

@@ -10,7 +10,7 @@ def norm(grads) -> float:
 
 
 def assert_close(got: dict, expected: dict, tolerance: float) -> None:
-    """Every gradient to a relative tolerance; one that is far smaller than the rest, relative to a thousandth of them."""
+    """Every gradient to a relative tolerance; one far smaller than the rest, relative to a thousandth of them."""
     assert got.keys() == expected.keys()
     floor = 1e-3 * norm(expected)
     for name, g in expected.items():

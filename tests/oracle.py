@@ -1,8 +1,8 @@
 """A finite-difference oracle: the definition of the third pass, with none of the engine's code.
 
 Tangents are central differences of the activations along dl/dx. For every torch function call op(a; p) that takes an
-activation and a weight, pass 3's gradient of p is then d/dp < d , J_a op(a; p) t >, with J_a t again a central difference
-and d/dp one first-order backward pass.
+activation and a weight, pass 3's gradient of p is then d/dp < d , J_a op(a; p) t >, with J_a t again a central
+difference and d/dp one first-order backward pass.
 """
 
 import torch
@@ -88,11 +88,8 @@ def third_grads(model, loss_fn, x: Tensor, y, eps: float = 1e-6) -> dict[str, Te
         for weight, g in zip(weights, gs, strict=True):
             if g is None:
                 continue
-            for (name, q), chained in zip(
-                params.items(),
-                torch.autograd.grad(weight * 1, list(params.values()), g, retain_graph=True, allow_unused=True),
-                strict=True,
-            ):
-                if chained is not None:
-                    total[name] += chained
+            chained = torch.autograd.grad(weight * 1, params.values(), g, retain_graph=True, allow_unused=True)
+            for name, c in zip(params, chained, strict=True):
+                if c is not None:
+                    total[name] += c
     return total

@@ -126,8 +126,11 @@ class Hidden(torch.autograd.Function):
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [
-        (lambda s, x: s.head(Detached.apply(s.first(x), s.w)), "depends on a weight in a way that autograd cannot see"),
-        (lambda s, x: s.head(Hidden.apply(s.first(x))) + s.w[:4], "hides from autograd how it depends on the incoming error"),
+        (lambda s, x: s.head(Detached.apply(s.first(x), s.w)), "depends on a weight where autograd cannot see it"),
+        (
+            lambda s, x: s.head(Hidden.apply(s.first(x))) + s.w[:4],
+            "hides from autograd how it depends on the incoming error",
+        ),
     ],
 )
 def test_never_a_silent_zero(forward, reason):
@@ -162,7 +165,10 @@ def test_every_unsupported_place_is_listed_and_nothing_has_changed(mode):
     assert torch.equal(torch.get_rng_state(), rng)
     assert torch.equal(model.head.weight.grad, torch.ones(4, 5))
     assert all(p.grad is None for n, p in model.named_parameters() if n != "head.weight")
-    assert threepass.three_pass(model, F.cross_entropy, X, Y, alpha=1.0).grads.keys() == dict(model.named_parameters()).keys()
+    assert (
+        threepass.three_pass(model, F.cross_entropy, X, Y, alpha=1.0).grads.keys()
+        == dict(model.named_parameters()).keys()
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -177,7 +183,9 @@ def test_code_that_torch_functions_do_not_show():
             return self.head(self.f(x))
 
     model = Scripted()
-    with pytest.raises(threepass.UnsupportedError, match=r"head: linear: its argument comes from .*TorchScript") as raised:
+    with pytest.raises(
+        threepass.UnsupportedError, match=r"head: linear: its argument comes from .*TorchScript"
+    ) as raised:
         threepass.three_pass(model, F.cross_entropy, X, Y)
     assert len(raised.value.places) == 1
     assert "unsupported: head: linear" in str(threepass.coverage(model, X))
@@ -198,7 +206,7 @@ def test_norms_warn_once_in_paper_mode_only():
     model = norm_net()
     with pytest.warns(threepass.NormalizationWarning) as caught:
         call(model)
-        call(model)
+    call(model)
     (warning,) = caught
     for word in ("batch_norm", "layer_norm", 'mode="exact"', "alignment"):
         assert word in str(warning.message)

@@ -154,7 +154,7 @@ def test_one_forward_leaves_its_traces_once(case, mode):
 @pytest.mark.parametrize("case", [c for c in CASES if c.random], ids=str)
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 def test_dropout_uses_one_mask(case, mode):
-    """With the mask of pass 1 in every pass, the gradient is that of the same net with this mask frozen: replayed draws."""
+    """The same seed gives the same gradients, and backpropagation's are those of the mask that the seed draws."""
     model, loss_fn, x, y = case.build()
     torch.manual_seed(3)
     a = threepass.three_pass(model, loss_fn, x, y, mode=mode, alpha=0.0)

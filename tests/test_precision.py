@@ -15,11 +15,18 @@ def net(kind: str) -> nn.Module:
     if kind == "conv":
         return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 10))
     norm = [nn.LayerNorm(WIDTH)] if kind == "norm" else []
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *norm, nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), *norm, nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)
+    )
+
+
+def loss_of_scale(scale: float):
+    """A linear loss, whose scale sets |t| / |a|."""
+    return lambda out, y: scale * (out * y).sum() / BATCH
 
 
 def slopes(kind, dtype, autocast, ratio, alpha, draws=12):
-    """By weight: over draws, the slope of what three passes add to alpha * backprop on float64's (1 - alpha) * third pass."""
+    """By weight, over draws: the slope of what is added to alpha * backprop on float64's (1 - alpha) * third pass."""
     found: dict[str, list[tuple[float, float]]] = {}
     for seed in range(draws):
         torch.manual_seed(seed)
@@ -28,13 +35,8 @@ def slopes(kind, dtype, autocast, ratio, alpha, draws=12):
         r = torch.randn(BATCH, 10).double()
         if not autocast:  # the same rounded weights and inputs on both sides
             model, x, r = model.to(dtype).double(), x.to(dtype).double(), r.to(dtype).double()
-        scale = 1.0
-
-        def loss_fn(out, y):
-            return scale * (out * y).sum() / BATCH
-
-        first = threepass.three_pass(model, loss_fn, x, r)
-        scale = ratio * float(x.abs().max() / first.input_grad.abs().max())
+        first = threepass.three_pass(model, loss_of_scale(1.0), x, r)
+        loss_fn = loss_of_scale(ratio * float(x.abs().max() / first.input_grad.abs().max()))
         exact = threepass.three_pass(model, loss_fn, x, r, alpha=alpha, separate=True)
         low = model.float() if autocast else model.to(dtype)
         x_low, r_low = (z.float() if autocast else z.to(dtype) for z in (x, r))

@@ -36,7 +36,9 @@ def test_works_where_gradients_are_switched_off(context, mode):
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 def test_autocast_around_the_call_or_inside_the_model(dtype, inside, mode):
     model, x, y = conv_net(torch.float32)
-    exact = threepass.three_pass(copy.deepcopy(model).double(), F.cross_entropy, x.double(), y, mode=mode, separate=True)
+    exact = threepass.three_pass(
+        copy.deepcopy(model).double(), F.cross_entropy, x.double(), y, mode=mode, separate=True
+    )
     if inside:
         forward = model.forward
         model.forward = torch.autocast("cpu", dtype)(forward)
@@ -141,7 +143,9 @@ def test_token_models():
     e = model.embed(ids)
     loss = F.cross_entropy(model.head(torch.tanh(model.mix(e)).mean(1)), y)
     (de,) = torch.autograd.grad(loss, e, create_graph=True)
-    expected = dict(zip(params, torch.autograd.grad(0.5 * de.square().sum(), params.values(), allow_unused=True), strict=True))
+    expected = dict(
+        zip(params, torch.autograd.grad(0.5 * de.square().sum(), params.values(), allow_unused=True), strict=True)
+    )
     exact = threepass.three_pass(model, F.cross_entropy, ids, y, input_at="embed", separate=True, mode="exact")
     expected = {n: torch.zeros_like(params[n]) if g is None else g for n, g in expected.items()}
     assert_close(exact.third_grads, expected, 1e-10)
@@ -158,7 +162,9 @@ def test_parameters_in_the_loss_get_their_gradient():
     x, y = torch.randn(6, 5).double(), torch.tensor([0, 1, 2, 3, 0, 1])
 
     def loss_fn(out, y):
-        return F.cross_entropy(out @ model[2].weight.T[:4, :4], y) + 0.1 * sum(p.square().sum() for p in model.parameters())
+        return F.cross_entropy(out @ model[2].weight.T[:4, :4], y) + 0.1 * sum(
+            p.square().sum() for p in model.parameters()
+        )
 
     assert_close(threepass.three_pass(model, loss_fn, x, y, alpha=1.0).grads, plain_grads(model, loss_fn, x, y), 1e-12)
     r = threepass.three_pass(model, loss_fn, x, y, mode="exact", separate=True)

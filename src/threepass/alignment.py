@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .engine import run, unchanged_on_error
+from .engine import run
 from .options import Options
+from .surroundings import unchanged_on_error
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Alignment:
     by_parameter: dict[str, Agreement]
 
     def __str__(self) -> str:
-        rows = [("(all)", self), *self.by_parameter.items()]
+        rows = [("(all)", Agreement(self.cosine, self.ratio)), *self.by_parameter.items()]
         width = max(len(name) for name, _ in rows)
         lines = [f"{name:<{width}}  {row.cosine:+7.3f}  {row.ratio:9.3g}" for name, row in rows]
         return "\n".join([f"{'parameter':<{width}}   cosine  paper/exact", *lines])
@@ -48,7 +49,8 @@ def alignment(
 
 def _third(model, loss_fn, x, y, mode: str, input_at: str | None) -> dict[str, Tensor]:
     with unchanged_on_error(model, always=True):
-        return run(model, loss_fn, x, y, Options(mode=mode, input_at=input_at, separate=True), warn=False).third_grads
+        options = Options(mode=mode, input_at=input_at, separate=True)
+        return run(model, loss_fn, x, y, options, warn=False).third_grads or {}
 
 
 def _compare(paper: Tensor, exact: Tensor) -> Agreement:

@@ -4,13 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .engine import backward, forward, forward_again, trainable_surroundings, unchanged_on_error
+from .engine import backward, forward, forward_again
 from .errors import Place, UnsupportedError
 from .gradients import Gradients
 from .options import Options, check_model, check_x
+from .surroundings import trainable_surroundings, unchanged_on_error
 from .tape import Operation, Record
 
 
@@ -65,17 +67,19 @@ def coverage(model: nn.Module, x: Any, input_at: str | None = None) -> Coverage:
             return Coverage(_rows(model, tape, tape.operations), tuple(dict.fromkeys(tape.problems)))
         operations = list(tape.operations)
         dx, d = backward(tape, loss, 1.0, everything=False)
-        forward_again(tape, dx, dx, d, Gradients(options, split=True))
+        with torch.no_grad():
+            forward_again(tape, dx, dx, d, Gradients(options, split=True))
         return Coverage(_rows(model, tape, operations), tuple(dict.fromkeys(tape.problems)))
 
 
 def _some_loss(output: Any, y: None) -> Tensor:
-    return sum(z.square().mean() for z in tree_leaves(output) if isinstance(z, Tensor) and z.is_floating_point())
+    floats = [z for z in tree_leaves(output) if isinstance(z, Tensor) and z.is_floating_point()]
+    return torch.stack([z.square().mean() for z in floats]).sum()
 
 
 def _rows(model: nn.Module, tape: Record, operations: list[Operation]) -> tuple[Row, ...]:
     uses: dict[Tensor, list[Row]] = {p: [] for p in model.parameters()}
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     failed = {(place.module, place.operation): place.reason for place in tape.problems}
     for op in operations:
         reason = failed.get((op.module, op.name))
@@ -85,7 +89,7 @@ def _rows(model: nn.Module, tape: Record, operations: list[Operation]) -> tuple[
                 if p in uses:
                     rule = "unsupported" if reason else "fast" if made else "generic"
                     why = reason or (
-                        f"rule {op.rule.make.__name__}" if made else "double backward of this one operation"
+                        f"rule {op.rule.make.__name__}" if made and op.rule else "double backward of this one operation"
                     )
                     if p is not weight:
                         why += ", then the chain rule"

@@ -8,9 +8,7 @@ and at every weight, as soon as its t is there, one product serves passes 2 and 
 """
 
 import contextlib
-import warnings
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +17,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from . import exact
-from .errors import NormalizationWarning, UnsupportedError
+from .errors import UnsupportedError
 from .gradients import Gradients
 from .options import Options, check_loss, check_model, check_x
 from .precision import accumulate_dtype, error_gain, start
-from .replay import random_state, set_random_state
-from .tape import Operation, Record, functions_seen
+from .seeing import functions_seen
+from .surroundings import inputs_inside, paths_kept, trainable_surroundings, unchanged_on_error, warn_of_norms
+from .tape import Operation, Record
 from .visit import Visit
 
 Errors = dict[Operation, list[Tensor | None]]
-
-_NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm")
-_warned: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,8 @@ def three_pass(
         x: what the model takes; samples lie along dimension 0.
         y: what the loss takes.
         alpha: the weight of backpropagation, in [0, 1]; 1 is plain training.
-        reduction: "batch": the input loss is 1/2 sum_i |dl/dx_i|^2 of the mean loss l; "sample": 1/2 mean_i |dl_i/dx_i|^2.
+        reduction: "batch": the input loss is 1/2 sum_i |dl/dx_i|^2 of the mean loss l; "sample": 1/2 mean_i
+            |dl_i/dx_i|^2, which is B times as strong.
         mode: "paper": pass 3 with f' and the output error frozen; "exact": the true gradient of the input loss.
         strength: instead of alpha and reduction: backpropagation + strength * third pass of reduction="sample".
         input_at: the module whose output counts as the input; by default the floating-point tensors of x are, or, where
@@ -84,7 +81,7 @@ def three_pass(
 def run(
     model: nn.Module, loss_fn, x: Any, y: Any, options: Options, *, third: bool = True, warn: bool = True
 ) -> Result:
-    """`three_pass` with its options in one object; third=False leaves the third term out, warn=False is for measurements."""
+    """`three_pass` with its options in one object; third=False leaves pass 3 out, warn=False is for measurements."""
     try:
         return _passes(model, loss_fn, x, y, options, third, warn, paths=False)
     except UnsupportedError:
@@ -93,6 +90,7 @@ def run(
 
 def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, paths: bool) -> Result:
     check_model(model)
+    x = dict(x) if isinstance(x, Mapping) else x
     samples = check_x(x, options)
     batch = options.batch_size or samples
     with trainable_surroundings(), unchanged_on_error(model):
@@ -105,18 +103,18 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, pat
         dx, d = backward(tape, loss, gain * samples / batch, everything=options.exact)
 
         # Pass 3: forward again, from t_0 = c dl_i/dx_i. A weight's gradient is taken as soon as its tangent is there.
+        third = third and (options.third > 0 or options.separate)
+        if third and warn and not options.exact:
+            warn_of_norms(model, tape)
         t_0, unscale = start(dx, options.scale(batch), gain, tape.half)
-        if not third or not (options.third or options.separate):
-            t_0 = None
-        elif warn and not options.exact:
-            _warn_of_norms(model, tape)
         gradients = Gradients(options, options.separate or bool(tape.half), (1 / gain, unscale))
-        forward_again(tape, dx, t_0, d, gradients)
+        with torch.no_grad():
+            forward_again(tape, dx, t_0 if third else None, d, gradients)
         if tape.problems:
             raise UnsupportedError(tape.problems)
         grads, backprop_grads, third_grads = gradients.finish(model)
 
-    squares = sum(g.to(accumulate_dtype(g.dtype)).div(gain).square().sum() for g in dx)
+    squares = torch.stack([g.to(accumulate_dtype(g.dtype)).div(gain).square().sum() for g in dx]).sum()
     return Result(
         output=tree_map(lambda z: z.detach() if isinstance(z, Tensor) else z, output),
         loss=loss.detach(),
@@ -133,13 +131,13 @@ def forward(model, loss_fn, x, y, options: Options, tape: Record, paths: bool) -
     x, y = tree_map(_usable, (x, y))
     with contextlib.ExitStack() as stack:
         if paths:
-            stack.enter_context(_paths(model, tape))
+            stack.enter_context(paths_kept(model, tape))
         if options.input_at is None and any(map(_is_float, tree_leaves(x))):
             x = tree_map(lambda z: tape.add_input(z) if _is_float(z) else z, x)
         else:
             tape.inside = True
-            stack.enter_context(_inputs_inside(model, tape, options.input_at))
-        stack.enter_context(functions_seen())
+            stack.enter_context(inputs_inside(model, tape, options.input_at))
+        stack.enter_context(functions_seen(tape))
         stack.enter_context(tape)
         output = model(*x) if isinstance(x, tuple) else model(**x) if isinstance(x, Mapping) else model(x)
         loss = loss_fn(output, y)
@@ -160,9 +158,9 @@ def backward(tape: Record, loss: Tensor, seed: float, everything: bool) -> tuple
     """Pass 2: dl/dx, and the error d of every operation that has weights (of every operation, for exact mode)."""
     ops = [op for op in tape.operations if op.weights or everything]
     leaves = [leaf for _, leaf, _ in tape.inputs]
-    edges = [edge for op in ops for edge in op.edges]
+    wanted: list[Any] = [*leaves, *(edge for op in ops for edge in op.edges)]
     with tape.rerunning():
-        errors = list(torch.autograd.grad(loss, [*leaves, *edges], torch.full_like(loss, seed), allow_unused=True))
+        errors = list(torch.autograd.grad(loss, wanted, torch.full_like(loss, seed), allow_unused=True))
     dx = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, errors, strict=False)]
     rest = iter(errors[len(leaves) :])
     d = {op: [op.error_at_output(next(rest)) for _ in op.edges] for op in ops}
@@ -170,7 +168,7 @@ def backward(tape: Record, loss: Tensor, seed: float, everything: bool) -> tuple
 
 
 def forward_again(tape: Record, dx: list[Tensor], t_0: list[Tensor] | None, d: Errors, gradients: Gradients) -> None:
-    """Pass 3: the tangent, operation by operation, and the weights' gradients. Without t_0: pass 2's gradients alone."""
+    """Pass 3: the tangent, operation by operation, and the weights' gradients. Without t_0: those of pass 2 alone."""
     for (source, _, _), g in zip(tape.inputs, dx, strict=True):
         if source.requires_grad:  # weights before input_at
             gradients.add(source, g, None)
@@ -180,7 +178,7 @@ def forward_again(tape: Record, dx: list[Tensor], t_0: list[Tensor] | None, d: E
     whole = gradients.options.exact and t_0 is not None
     visits = []
     for op, pushes, last in tape.program(to_the_end=whole):
-        tangents = None
+        tangents: list[Tensor | None] = []
         with tape.explaining(op):
             visit = Visit(op, d.pop(op, [None] * len(op.outputs)), [signals.get(z) for _, z in op.active])
             if whole:
@@ -192,95 +190,10 @@ def forward_again(tape: Record, dx: list[Tensor], t_0: list[Tensor] | None, d: E
         for z in last:
             signals.put(z, None)
         if pushes and t_0 is not None:
-            for u, t in zip(op.outputs, tangents or [u.zeros() for u in op.outputs], strict=True):
-                signals.put(u, t)
+            for u, s in zip(op.outputs, tangents or [u.zeros() for u in op.outputs], strict=True):
+                signals.put(u, s)
     if whole:
         exact.pull(tape, visits, gradients)
-
-
-@contextlib.contextmanager
-def trainable_surroundings() -> Iterator[None]:
-    """Gradients can be computed here, whatever the caller switched off."""
-    with torch.inference_mode(False), torch.enable_grad():
-        yield
-
-
-@contextlib.contextmanager
-def unchanged_on_error(model: nn.Module, always: bool = False) -> Iterator[None]:
-    """Puts buffers and random state back if something goes wrong; `always`: in any case."""
-    device = next(model.parameters()).device.type
-    rng = random_state(device)
-    buffers = [
-        (m._buffers, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
-    ]
-    try:
-        yield
-    except BaseException:
-        always = True
-        raise
-    finally:
-        if always:
-            set_random_state(rng, device)
-            with torch.no_grad():
-                for where, name, buffer, contents in buffers:
-                    where[name] = buffer
-                    buffer.copy_(contents)
-
-
-@contextlib.contextmanager
-def _inputs_inside(model: nn.Module, tape: Record, input_at: str | None) -> Iterator[None]:
-    """The output of the module named input_at, or of the first embedding that runs, becomes the input."""
-    modules = dict(model.named_modules())
-    if input_at is not None and input_at not in modules:
-        names = ", ".join(list(filter(None, modules))[:20])
-        raise ValueError(f"input_at={input_at!r} names no module of the model; it has: {names}")
-    chosen = [modules[input_at]] if input_at is not None else [
-        m for m in modules.values() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
-    ]  # fmt: skip
-    if not chosen:
-        raise TypeError("no tensor of x is floating point, and the model has no embedding: convert x to floating point, "
-                        "or name the module whose output counts as the input, as in input_at=\"embeddings\"")  # fmt: skip
-    first: list[nn.Module] = []
-
-    def hook(module, args, output):
-        first.append(module)
-        if module is not first[0]:
-            return output
-        with torch._C.DisableTorchFunction():
-            return tree_map(lambda z: tape.add_input(z) if _is_float(z) and not tape.is_active(z) else z, output)
-
-    handles = [module.register_forward_hook(hook) for module in chosen]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _is_float(z: Any) -> bool:
-    return isinstance(z, Tensor) and z.is_floating_point()
-
-
-@contextlib.contextmanager
-def _paths(model: nn.Module, tape: Record) -> Iterator[None]:
-    """Keeps tape.path at the module that is running."""
-    handles = []
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-            continue
-        handles.append(
-            module.register_forward_pre_hook(lambda m, args, name=name: tape.path.append(name), prepend=True)
-        )
-        handles.append(module.register_forward_hook(lambda m, args, out: _leave(tape), always_call=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _leave(tape: Record) -> None:
-    tape.path.pop()
 
 
 def _usable(z: Any) -> Any:
@@ -296,19 +209,5 @@ def _like_x(x: Any, dx: list[Tensor], inside: bool) -> Any:
     return tree_map(lambda z: next(rest) if _is_float(z) else None, x)
 
 
-def _warn_of_norms(model: nn.Module, tape: Record) -> None:
-    norms = sorted({op.name for op in tape.operations if _is_curved_norm(op)})
-    if norms and model not in _warned:
-        _warned.add(model)
-        warnings.warn(
-            f'mode="paper" leaves out the curvature of {", ".join(norms)} and of the loss, so on this model the third pass may '
-            'point away from the gradient of the input loss; mode="exact" is that gradient, and '
-            "threepass.alignment(model, loss_fn, x, y) measures how far the two agree",
-            NormalizationWarning,
-            stacklevel=5,
-        )
-
-
-def _is_curved_norm(op: Operation) -> bool:
-    fixed = op.name in ("batch_norm", "instance_norm") and op.values[5] is False  # the running statistics
-    return op.name in _NORMS and not fixed
+def _is_float(z: Any) -> bool:
+    return isinstance(z, Tensor) and z.is_floating_point()

@@ -4,8 +4,8 @@ With R{.} the derivative along t_0 (Pearlmutter's R-operator), pass 3 is R{a} = 
 
     d (x) R{a} + R{d} (x) a.
 
-R{d} runs back along the tape as an error does. It starts as zero behind the loss, and every operation that is curved in a
-(the loss itself, smooth activations, norms) adds a term of its own:
+R{d} runs back along the tape as an error does. It starts as zero behind the loss, and every operation that is curved in
+a (the loss itself, smooth activations, norms) adds a term of its own:
 
     R{d_a} = J_aᵀ R{d_u} + d/da < d_u , J_a op(a; p) t >.
 

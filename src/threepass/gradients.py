@@ -17,8 +17,8 @@ Terms = dict[int, tuple[Tensor, Tensor]]  # id of a weight -> the weight, its gr
 class Gradients:
     """Collects r.grads = back * (pass 2's) + third * (pass 3's) over operations and tied weights.
 
-    Together (full precision): one product d (x) mix a weight. Apart (`split`): a product each, because the terms were asked
-    for, or because the mix would lose t to rounding; they are then to be multiplied by `unscale`.
+    Together (full precision): one product d (x) mix a weight. Apart (`split`): a product each, because the terms were
+    asked for, or because the mix would lose t to rounding; they are then to be multiplied by `unscale`.
     """
 
     options: Options
@@ -30,20 +30,21 @@ class Gradients:
 
     def add_mapped(self, op: Operation, m: Map, d: Tensor, s: Tensor | None, r: Tensor | None = None) -> None:
         """A fast rule's products: of the error d with the signal and its tangent s, of R{d} with the signal."""
-        mix = None
+        a = m.signal
+        mix = None if self.split or s is None or a is None else self._mix(a, s)
         for i, weight in op.weights:
             value = op.values[i]
             if value in m.add:
                 self.add(weight, m.add[value](d), None if r is None else m.add[value](r))
                 continue
+            assert a is not None, "a rule with weights gives the signal that they multiply"
             product = m.grad[value]
-            if self.split or s is None:
-                self.add(weight, product(d, m.signal), None if s is None else product(d, s))
-            else:
-                mix = self._mix(m.signal, s) if mix is None else mix
+            if mix is not None:
                 _accumulate(self.mixed, weight, product(d, mix))
+            else:
+                self.add(weight, product(d, a), None if s is None else product(d, s))
             if r is not None:
-                self.add(weight, None, product(r, m.signal))
+                self.add(weight, None, product(r, a))
 
     def add(self, weight: Tensor, back: Tensor | None, third: Tensor | None) -> None:
         if self.split:

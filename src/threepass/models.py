@@ -1,8 +1,9 @@
 """The paper's nets."""
 
 from itertools import pairwise
+from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def mlp(*sizes: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
@@ -36,7 +37,7 @@ def plain(depth: int = 20, classes: int = 10, width: int = 16) -> nn.Sequential:
         nonlocal channels
         layer = nn.Conv2d(channels, out, 3, stride, 1)
         nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-        nn.init.zeros_(layer.bias)
+        nn.init.constant_(cast(Tensor, layer.bias), 0)
         layers.extend([layer, nn.ReLU()])
         channels = out
 

@@ -88,7 +88,8 @@ def check_loss(loss: Any) -> None:
         raise TypeError(f"loss_fn must return a tensor, got {type(loss).__name__}")
     if loss.numel() != 1:
         raise ValueError(
-            f'loss_fn must return a scalar, the mean over the batch, got shape {tuple(loss.shape)}: use reduction="mean"'
+            f"loss_fn must return a scalar, the mean over the batch, got shape {tuple(loss.shape)}: "
+            'use reduction="mean"'
         )
     if not loss.is_floating_point():
         raise TypeError(f"loss_fn must return a floating-point tensor, got {loss.dtype}")

@@ -1,14 +1,14 @@
 """Low precision: how the third pass survives bf16 and fp16.
 
-With reduction="batch" t is 1e-5 to 1e-2 of a, so alpha a + (1 - alpha) t rounded to bf16 is mostly alpha a again, and in
-fp16 t underflows. So wherever an operation ran in a half format
+With reduction="batch" t is 1e-5 to 1e-2 of a, so alpha a + (1 - alpha) t rounded to bf16 is mostly alpha a again, and
+in fp16 t underflows. So wherever an operation ran in a half format
 
-* pass 3 starts from t_0 divided by a power of two near its largest entry (it is linear in t_0), and fp16's pass 2 from the
-  loss times a power of two near the batch size; both are taken out again in float32;
+* pass 3 starts from t_0 divided by a power of two near its largest entry (it is linear in t_0), and fp16's pass 2 from
+  the loss times a power of two near the batch size; both are taken out again in float32;
 * the gradients of pass 2 and pass 3 are computed apart and added in float32;
 * a half parameter's gradient is given in float32, and when `ThreePass` adds it to `p.grad` it is rounded up or down at
-  random, with the right mean. The random bits are a hash of the value and its position: no generator moves, and the same
-  numbers give the same result.
+  random, with the right mean. The random bits are a hash of the value and its position: no generator moves, and the
+  same numbers give the same result.
 """
 
 import math
@@ -33,7 +33,9 @@ def round_stochastically(z: Tensor, dtype: torch.dtype) -> Tensor:
     """z in a half format: to the neighbour above or below, each as likely as it is near."""
     info = torch.finfo(dtype)
     z = z.float()
-    step = torch.ldexp(torch.full_like(z, info.eps), torch.frexp(z).exponent - 1).clamp_min(info.smallest_normal * info.eps)
+    step = torch.ldexp(torch.full_like(z, info.eps), torch.frexp(z).exponent - 1).clamp_min(
+        info.smallest_normal * info.eps
+    )
     below = torch.floor(z / step)
     rounded = (below + (_noise(z) < z / step - below)) * step
     return torch.where(torch.isfinite(z), rounded, z).to(dtype)

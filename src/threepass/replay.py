@@ -35,14 +35,15 @@ def set_random_state(states: list[Tensor], device: str) -> None:
 
 
 @contextlib.contextmanager
-def as_recorded(func, autocast: tuple[str, bool, torch.dtype] | None, rng: list[Tensor] | None) -> Iterator[None]:
+def as_recorded(
+    func: Callable[..., Any], autocast: tuple[str, bool, torch.dtype], rng: list[Tensor] | None
+) -> Iterator[None]:
     """Autocast and random numbers as in pass 1, and kernels that can be differentiated twice."""
+    device, enabled, dtype = autocast
     with contextlib.ExitStack() as stack:
-        if autocast is not None and (autocast[1] or torch.is_autocast_enabled(autocast[0])):
-            device, enabled, dtype = autocast
+        if enabled or torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
         if rng is not None:
-            device = autocast[0]
             now = random_state(device)
             stack.callback(set_random_state, now, device)
             set_random_state(rng, device)

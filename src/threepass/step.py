@@ -53,6 +53,8 @@ class ThreePass:
         self.calls += 1
         named = dict(self.model.named_parameters())
         with torch.inference_mode(False), torch.enable_grad():
-            grads = [g if g.dtype == named[n].dtype else round_stochastically(g, named[n].dtype) for n, g in r.grads.items()]
+            grads = [
+                g if g.dtype == named[n].dtype else round_stochastically(g, named[n].dtype) for n, g in r.grads.items()
+            ]
             torch.autograd.backward([named[name] for name in r.grads], grads)
         return r

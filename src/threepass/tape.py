@@ -18,9 +18,7 @@ operations with weights (`F.multi_head_attention_forward`) is taken whole.
 """
 
 import contextlib
-import functools
-import re
-import types
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,42 +26,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch.utils.checkpoint import CheckpointFunction
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from .errors import Place
 from .precision import HALF
-from .replay import MULTI_HEAD, SILENT_WRITES, as_recorded, is_random, random_state
+from .replay import SILENT_WRITES, as_recorded, is_random, random_state
 from .rules.table import Map, Rule, name_of, rule_for
-
-_DROPOUT = {torch.dropout: torch.mul, torch.dropout_: Tensor.mul_,
-            torch.feature_dropout: torch.mul, torch.feature_dropout_: Tensor.mul_}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Spot:
-    """Where an active tensor's signal lives. The tape keeps spots, not tensors, so that activations can be freed."""
-
-    token: object  # of the tape that the tensor is active on
-    storage: tuple[int, int]
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-
-    def window(self, buffer: Tensor) -> Tensor:
-        """The part of a storage-shaped buffer that this tensor looks at."""
-        return buffer.as_strided(self.shape, self.stride, self.offset)
-
-    def zeros(self) -> Tensor:
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-
-    def buffer(self) -> Tensor:
-        return torch.zeros(self.storage[1] // self.dtype.itemsize, dtype=self.dtype, device=self.device)
+from .seeing import DROPOUT, apart, drawn_once, functions_seen, python_body, writes_to
+from .signals import Signals, Spot, Storage, storage_of
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +62,10 @@ class Operation:
     def name(self) -> str:
         return name_of(self.func)
 
+    @property
+    def arity(self) -> int:
+        return 0 if self.rule is None else self.rule.arity
+
     def call(self, values: list[Any]) -> list[Tensor]:
         """The operation as a pure function of its flat arguments: what it writes to, it gets a copy of."""
         values = list(values)
@@ -105,10 +81,13 @@ class Operation:
         """The fast rule's map for this call; None where the generic rule serves."""
         if self.rule is None or self.output is None:
             return None
-        args, kwargs = tree_unflatten(self.values, self.spec)
+        values = list(self.values)
+        for i, _ in self.active:
+            values[i] = values[i].detach()
+        args, kwargs = tree_unflatten(values, self.spec)
         made = self.rule.make(self.output, *args, **kwargs)
-        known = made and all(self.values[i] in made.grad or self.values[i] in made.add for i, _ in self.weights)
-        return made if known else None
+        knows = made is not None and all(values[i] in made.grad or values[i] in made.add for i, _ in self.weights)
+        return made if knows else None
 
     def error_at_output(self, d: Tensor | None) -> Tensor | None:
         """The output's part of the error that pass 2 found at its edge."""
@@ -136,9 +115,9 @@ class Record(TorchFunctionMode):
         self._token = object()
         self._inside: list[Callable[..., Any]] = []  # the Python functions being looked into
         self._derived: dict[int, Tensor] = {}
-        self._shared: set[tuple[int, int]] = set()  # storage that is written to while several tensors look at it
-        self._readers: dict[tuple[int, int], list[tuple[Operation, int]]] = defaultdict(list)
-        self._lookers: dict[tuple[int, int], set[int]] = defaultdict(set)
+        self._shared: set[Storage] = set()  # storage that is written to while several tensors look at it
+        self._readers: dict[Storage, list[tuple[Operation, int]]] = defaultdict(list)
+        self._lookers: dict[Storage, list[weakref.ref[Tensor]]] = defaultdict(list)
 
     def add_input(self, z: Tensor) -> Tensor:
         """Makes z an input of the net; returns the copy to go on with, which may be written to."""
@@ -155,8 +134,10 @@ class Record(TorchFunctionMode):
         return Signals(self._shared)
 
     def program(self, to_the_end: bool) -> Iterator[tuple[Operation, bool, list[Spot]]]:
-        """Empties the tape: each operation that pass 3 visits, whether its tangent goes on (to a weight, or the loss), and
-        the spots whose signals nobody reads after it."""
+        """Empties the tape into the visits of pass 3.
+
+        Each: the operation, whether its tangent goes on (to a weight, or to the loss), the spots that it reads last.
+        """
         ahead: set[Any] = set()
         visits = []
         for op in reversed(self.operations):
@@ -182,11 +163,13 @@ class Record(TorchFunctionMode):
 
     @contextlib.contextmanager
     def rerunning(self) -> Iterator[None]:
-        """For pass 2, in which activation checkpoints run parts of the model again: as in pass 1, but nothing is noted."""
+        """For pass 2, where activation checkpoints run parts of the model again: as in pass 1, but noting nothing."""
         self.recording = False
-        with functions_seen() if self.checkpointed else contextlib.nullcontext():
-            with self if self.checkpointed else contextlib.nullcontext():
-                yield
+        with contextlib.ExitStack() as stack:
+            if self.checkpointed:
+                stack.enter_context(functions_seen(self))
+                stack.enter_context(self)
+            yield
 
     @contextlib.contextmanager
     def explaining(self, op: Operation) -> Iterator[None]:
@@ -204,7 +187,7 @@ class Record(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func not in self._inside and (body := _python_body(func)) is not None:
+        if func not in self._inside and (body := python_body(func)) is not None:
             self._inside.append(func)
             try:
                 with self:
@@ -228,26 +211,26 @@ class Record(TorchFunctionMode):
 
     def _operation(self, func, values, spec, tensors):
         """A call with an active argument: runs it with its weights detached, and notes it."""
-        if func in _DROPOUT:
-            func, values, spec = _drawn_once(func, values, spec)
+        if func in DROPOUT:
+            func, values, spec = drawn_once(func, values, spec)
         active = [(i, z) for i, z in tensors if self.is_active(z) and self._is_known(func, z)]
         weights = [(i, z) for i, z in tensors if z.requires_grad and not self.is_active(z)]
         for i, z in weights:
             values[i] = z.detach()
         op = self._note(func, values, spec, active, weights)
-        writes = _writes(func)
+        writes = writes_to(func)
         if writes and self.recording:
             values[0] = self._before_write(op, tensors[0][1])
         versions = [_version(values[i]) for i, _ in tensors]
         args, kwargs = tree_unflatten(values, spec)
-        with as_recorded(func, None, None) if op.rng is not None else contextlib.nullcontext():
+        with as_recorded(func, op.autocast, None) if op.rng is not None else contextlib.nullcontext():
             out = func(*args, **kwargs)
         if self.recording:
             op.written = [i for (i, _), v in zip(tensors, versions, strict=True) if _version(values[i]) != v]
             if not writes and any(i in op.written for i, _ in (*active, *weights)):
                 self.problem(op.name, "writes to its arguments unannounced", "end its name with an underscore")
             self.checkpointed |= torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-            out = _apart(out)
+            out = apart(out)
             self._append(op, _results(out, values, op.written), {id(z) for i, z in tensors if i not in op.written})
         return out
 
@@ -287,24 +270,24 @@ class Record(TorchFunctionMode):
                 op.values[0] = torch.empty_like(op.values[0], device="meta")
         for i, _ in op.active:
             if i not in op.written:
-                self._readers[_storage(op.values[i])].append((op, i))
+                self._readers[storage_of(op.values[i])].append((op, i))
 
     def _spot(self, z: Tensor) -> Spot | None:
         spot = getattr(z, "_threepass_spot", None)
         return spot if spot is not None and spot.token is self._token else None
 
     def _settle(self, z: Tensor) -> Spot:
-        storage = _storage(z)
+        storage = storage_of(z)
         spot = Spot(self._token, storage, z.shape, z.stride(), z.storage_offset(), z.dtype, z.device)
-        z._threepass_spot = spot
+        setattr(z, "_threepass_spot", spot)  # noqa: B010
         self._derived.pop(id(z), None)
-        self._lookers[storage].add(id(spot))
+        self._lookers[storage].append(weakref.ref(z))
         return spot
 
     def _is_known(self, func, z: Tensor) -> bool:
         if self._spot(z) is not None or not self.recording:
             return True
-        if _storage(z) in self._shared:  # it became active when something was written to its storage
+        if storage_of(z) in self._shared:  # it became active when something was written to its storage
             return True
         maker = z.grad_fn.name() if z.grad_fn is not None else "a hidden operation"
         self.problem(
@@ -315,11 +298,12 @@ class Record(TorchFunctionMode):
         return False
 
     def _before_write(self, op: Operation, z: Tensor) -> Tensor:
-        """Called before op writes to z: keeps the old contents for those who need them, and returns what to write to."""
-        storage = _storage(z)
+        """Before op writes to z: keeps the old contents for those who need them, and returns what to write to."""
+        storage = storage_of(z)
         for reader, i in self._readers.pop(storage, ()):
             reader.values[i] = reader.values[i].detach().clone()
-        if len(self._lookers[storage]) > (self._spot(z) is not None) or z._is_view():
+        lookers = [looker() for looker in self._lookers[storage]]
+        if z._is_view() or any(looker is not None and looker is not z for looker in lookers):
             self._shared.add(storage)
         if id(z) in self._derived:  # a weight with a history becomes an activation: the history goes on from a copy
             history = z.clone()
@@ -332,76 +316,6 @@ class Record(TorchFunctionMode):
         return z
 
 
-class Signals:
-    """One signal for every active tensor: the tangent t in pass 3, R{d} in exact mode.
-
-    Where operations write to storage that several tensors look at, their signals share storage in the same way.
-    """
-
-    def __init__(self, shared: set[tuple[int, int]]):
-        self._shared = shared
-        self._own: dict[Spot, Tensor] = {}
-        self._buffers: dict[tuple[int, int], Tensor] = {}
-
-    def get(self, z: Spot) -> Tensor | None:
-        if z.storage not in self._shared:
-            return self._own.get(z)
-        return z.window(self._buffers[z.storage]).clone() if z.storage in self._buffers else None
-
-    def put(self, z: Spot, signal: Tensor | None) -> None:
-        if z.storage in self._shared:
-            self._window(z).copy_(torch.zeros((), dtype=z.dtype) if signal is None else signal)
-        elif signal is None:
-            self._own.pop(z, None)
-        else:
-            self._own[z] = signal
-
-    def add(self, z: Spot, signal: Tensor) -> None:
-        if z.storage in self._shared:
-            self._window(z).add_(signal)
-        else:
-            self._own[z] = self._own[z] + signal if z in self._own else signal
-
-    def take(self, z: Spot) -> Tensor | None:
-        """The signal of z, which has none from here on."""
-        signal = self.get(z)
-        if signal is not None:
-            self.put(z, None)
-        return signal
-
-    def _window(self, z: Spot) -> Tensor:
-        if z.storage not in self._buffers:
-            self._buffers[z.storage] = z.buffer()
-        return z.window(self._buffers[z.storage])
-
-
-@contextlib.contextmanager
-def functions_seen() -> Iterator[None]:
-    """`autograd.Function.apply` is no torch function: within this context a Record sees it all the same."""
-    original = Function.__dict__["apply"]
-
-    def apply(cls, *args, **kwargs):
-        mode = _get_current_function_mode() if torch._C._is_torch_function_mode_enabled() else None
-        func = types.MethodType(original.__func__, cls)
-        if isinstance(mode, Record) and cls is CheckpointFunction:  # its backward only works in loss.backward()
-            return args[0](*args[2:])
-        if not isinstance(mode, Record) or cls.__module__ == CheckpointFunction.__module__:
-            return func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            return mode.__torch_function__(func, (), args, kwargs)
-
-    Function.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        Function.apply = original
-
-
-def _storage(z: Tensor) -> tuple[int, int]:
-    storage = z.untyped_storage()
-    return storage._cdata, storage.nbytes()
-
-
 def _version(z: Tensor) -> int:
     return 0 if z.is_inference() else z._version
 
@@ -409,41 +323,3 @@ def _version(z: Tensor) -> int:
 def _results(out: Any, values: list[Any], written: list[int]) -> list[Tensor]:
     """Everything tensors that a call leaves behind: what it returns, then what it wrote to."""
     return [z for z in (*tree_leaves(out), *(values[i] for i in written)) if isinstance(z, Tensor)]
-
-
-def _apart(out: Any) -> Any:
-    """Outputs with histories of their own become aliases, so that one's error has no part in another's: a cell's state c
-    is behind its state h, and h's error reaches c's own edge."""
-    if isinstance(out, Tensor) or len({z.grad_fn for z in tree_leaves(out) if isinstance(z, Tensor)} - {None}) < 2:
-        return out
-    return tree_map(lambda z: z.view_as(z) if isinstance(z, Tensor) and z.requires_grad else z, out)
-
-
-def _drawn_once(func, values, spec):
-    """Dropout as a multiplication by its mask, drawn as dropout draws it, so that pass 3 has the same mask."""
-    args, kwargs = tree_unflatten(values, spec)
-    a, p, train = (*args, *kwargs.values())[:3]
-    if not train or p == 0:
-        return func, values, spec
-    draw = torch.dropout if func in (torch.dropout, torch.dropout_) else torch.feature_dropout
-    mask = draw(torch.ones_like(a, requires_grad=False), p, True)
-    return _DROPOUT[func], *tree_flatten(((a, mask), {}))
-
-
-@functools.cache
-def _writes(func) -> bool:
-    """Whether torch's names say that a function writes to its first argument."""
-    name = name_of(func).rpartition(".")[2]
-    return bool(re.fullmatch(r"\w*[^_]_|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|matmul)__", name))
-
-
-@functools.cache
-def _python_body(func) -> Callable[..., Any] | None:
-    """A torch function written in Python, with its question whether somebody overrides it answered no."""
-    if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch") or func is MULTI_HEAD:
-        return None
-    asks = [name for name in func.__globals__ if name.startswith("has_torch_function")]
-    globals_ = func.__globals__ | {name: lambda *_: False for name in asks}
-    body = types.FunctionType(func.__code__, globals_, func.__name__, func.__defaults__, func.__closure__)
-    body.__kwdefaults__ = func.__kwdefaults__
-    return body

@@ -10,7 +10,7 @@ Signal = list[Tensor | None]
 
 
 class Visit:
-    """u = op(a; p) with d, the errors of u, and t, the tangents of a. A fast rule serves if there is one, else the generic."""
+    """u = op(a; p) with d, the errors of u, and t, the tangents of a: by its fast rule, or by the generic one."""
 
     def __init__(self, op: Operation, d: Signal, t: Signal):
         self.op, self.d, self.t = op, d, t
@@ -21,17 +21,17 @@ class Visit:
         """The tangents of u."""
         if self.map is None:
             return generic.push(self.op, self.t)
-        if self.map.signal is not None:
+        if self.s is not None:
             return [self.map.push(self.s)]
         by_position = dict(zip((i for i, _ in self.op.active), self.t, strict=True))
-        return [self.map.push(*(by_position.get(i) for i in range(self.op.rule.arity)))]
+        return [self.map.push(*(by_position.get(i) for i in range(self.op.arity)))]
 
     def collect(self, gradients: Gradients, r: Signal | None = None) -> None:
         """The gradients of p: d (x) mix, and for exact mode R{d} (x) a."""
         if not self.op.weights or all(e is None for e in self.d):
             return
-        if self.map is not None:
-            gradients.add_mapped(self.op, self.map, self.d[0], self.s, r and r[0])
+        if self.map is not None and self.d[0] is not None:
+            gradients.add_mapped(self.op, self.map, self.d[0], self.s, None if r is None else r[0])
             return
         t = self.t if any(s is not None for s in self.t) else None
         back, third, _ = generic.derive(self.op, self.d, t, r)

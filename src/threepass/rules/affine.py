@@ -1,7 +1,7 @@
 """Linear layers and convolutions: u = W a + b.
 
-The signal is a itself, `push` is the layer without its bias, `pull` its transpose, and one product of error and signal is
-the weight's gradient: d (x) a in pass 2, d (x) t in pass 3, d (x) mix for both at once.
+The signal is a itself, `push` is the layer without its bias, `pull` its transpose, and one product of error and signal
+is the weight's gradient: d (x) a in pass 2, d (x) t in pass 3, d (x) mix for both at once.
 """
 
 import torch
@@ -14,7 +14,7 @@ _aten = torch.ops.aten
 
 
 @rule(F.linear)
-def linear(u: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Map:
+def linear(u: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Map | None:
     """u = a Wᵀ + b, with a: (..., i), W: (o, i), b: (o), u: (..., o)."""
     if weight.dim() != 2:
         return None

@@ -6,9 +6,9 @@ Everything a pass needs of `u = op(a; p)` is a derivative of one scalar, phi = <
     d phi / dp   pass 3's gradient of a weight
     d phi / da   the curvature, which exact mode adds to R{d}
 
-phi is built as a backward pass through this one operation, and differentiated by PyTorch's double backward. Where forward
-AD knows the operation, the tangent comes from there, for less work. A user's own operation whose backward is not
-differentiable would give zeros here in silence: the checks below refuse it.
+phi is built as a backward pass through this one operation, and differentiated by PyTorch's double backward. Where
+forward AD knows the operation, the tangent comes from there, for less work. A user's own operation whose backward is
+not differentiable would give zeros here in silence: the checks below refuse it.
 """
 
 from typing import Any
@@ -65,8 +65,8 @@ def _double_backward_push(op, t: Signal) -> Signal:
 def derive(op, d: Signal, t: Signal | None, r: Signal | None = None, *, curvature: bool = False):
     """The weights' gradients of pass 2 and of pass 3, and R{d} of the active arguments.
 
-    d, r: the errors d and R{d} of the outputs; t: the tangents of the active arguments. Without r and curvature these are
-    the paper's; with them R{d} = J_aᵀ r + d phi / da, and J_pᵀ r joins the third pass's gradient.
+    d, r: the errors d and R{d} of the outputs; t: the tangents of the active arguments. Without r and curvature these
+    are the paper's; with them R{d} = J_aᵀ r + d phi / da, and J_pᵀ r joins the third pass's gradient.
     """
     a, p, u = _run(op)
     used = [(z, e) for z, e in zip(u, d, strict=True) if e is not None]
@@ -93,7 +93,7 @@ def derive(op, d: Signal, t: Signal | None, r: Signal | None = None, *, curvatur
 
 
 def _refuse_error_nodes(phi: Tensor) -> None:
-    """A backward marked once-differentiable leaves a node that raises when it runs; if nobody needs it, it never runs."""
+    """A backward marked once-differentiable leaves a node that raises when it runs; it may never be asked to."""
     seen, todo = set(), [phi.grad_fn]
     while todo:
         node = todo.pop()
@@ -106,14 +106,20 @@ def _refuse_error_nodes(phi: Tensor) -> None:
 
 
 def _refuse_hidden_weights(op, d: Signal, without: list[int]) -> None:
-    """A user's operation: where double backward finds no dependence of J_aᵀ d on a weight, moving the weight shows none."""
+    """Where double backward finds J_aᵀ d independent of a weight, moving the weight must leave it as it is."""
     before = _errors(op, d, op.values)
     for i in without:
         moved = list(op.values)
         moved[i] = op.values[i] * 1.25 + 0.125
         for e, f in zip(before, _errors(op, d, moved), strict=True):
-            if e is not None and f is not None and not torch.allclose(e, f, rtol=1e-3, atol=1e-3 * e.abs().max().item()):
-                raise RuntimeError("its backward depends on a weight in a way that autograd cannot see (once_differentiable, a detach?)")
+            if (
+                e is not None
+                and f is not None
+                and not torch.allclose(e, f, rtol=1e-3, atol=1e-3 * e.abs().max().item())
+            ):
+                raise RuntimeError(
+                    "its backward depends on a weight where autograd cannot see it (once_differentiable, a detach?)"
+                )
 
 
 def _errors(op, d: Signal, values: list) -> Signal:

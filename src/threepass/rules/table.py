@@ -30,7 +30,7 @@ class Map:
     signal   what the weights multiply: a itself, or the normalised a of a norm
     tangent  t -> the signal's tangent s
     push     s -> the tangent of u
-    pull     R{d} -> what it adds to R{d} of a; given only where u is (piecewise) linear in a, so that a has no curvature
+    pull     R{d} -> what it adds to R{d} of a; given only where u is (piecewise) linear in a: there is no curvature
     grad     for each weight, (d, s) -> its gradient, linear in both
     add      for each additive weight, d -> its gradient; pass 3 adds nothing to it
     """
@@ -61,8 +61,8 @@ def rule(*functions: Any, arity: int = 1, reads: str = "a") -> Callable[[Make], 
     """Registers a rule for torch functions, custom ops (`torch.ops.lib.name`) or `autograd.Function` classes.
 
     arity: only the first so many arguments may be active; a call with others is the generic rule's.
-    reads: "a": the rule reads its arguments, and of u only shape and dtype; "u": the other way round for u and the first
-        argument (a rectifier's mask can be read off either), and such a rule must serve every call.
+    reads: "a": the rule reads its arguments, and of u only shape and dtype; "u": it reads u, and of the first argument
+        only shape and dtype (a rectifier's mask can be read off either); such a rule must serve every call.
     """
 
     def register(make: Make) -> Make:
@@ -104,19 +104,19 @@ def is_users(func: Any) -> bool:
 
 
 def is_flat(func: Any) -> bool:
-    """Whether an operation is known to be affine, or piecewise so, in all its arguments together: nothing to add to R{d}."""
+    """Whether an operation is known to be affine, or piecewise so, in all its arguments together: R{d} gets no term."""
     return key_of(func) is func and name_of(func).removesuffix("_") in _FLAT
 
 
 _FLAT = frozenset(
-    """
-    __getitem__ __setitem__ abs adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d
-    adaptive_max_pool2d adaptive_max_pool3d add amax amin avg_pool1d avg_pool2d avg_pool3d broadcast_to cat chunk clamp
-    clamp_max clamp_min clone concat concatenate constant_pad_nd contiguous copy cumsum diagonal double expand expand_as
-    flatten flip float fold gather hardshrink hardsigmoid hardtanh hstack index_select interpolate leaky_relu masked_fill
-    max_pool1d max_pool2d max_pool3d maximum mean minimum moveaxis movedim narrow neg pad permute pixel_shuffle
-    pixel_unshuffle ravel relu relu6 repeat repeat_interleave reshape roll select softshrink split split_with_sizes squeeze
-    stack sub sum swapaxes t tensor_split threshold tile to transpose tril triu type_as unbind unflatten unfold unsqueeze
-    upsample_bilinear2d upsample_nearest2d view view_as vstack where
-""".split()
+    (
+        "__getitem__ __setitem__ abs adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d "
+        "adaptive_max_pool2d adaptive_max_pool3d add amax amin avg_pool1d avg_pool2d avg_pool3d broadcast_to cat chunk "
+        "clamp clamp_max clamp_min clone concat concatenate constant_pad_nd contiguous copy cumsum diagonal double expand "
+        "expand_as flatten flip float fold gather hardshrink hardsigmoid hardtanh hstack index_select interpolate "
+        "leaky_relu masked_fill max_pool1d max_pool2d max_pool3d maximum mean minimum moveaxis movedim narrow neg pad "
+        "permute pixel_shuffle pixel_unshuffle ravel relu relu6 repeat repeat_interleave reshape roll select softshrink "
+        "split split_with_sizes squeeze stack sub sum swapaxes t tensor_split threshold tile to transpose tril triu "
+        "type_as unbind unflatten unfold unsqueeze upsample_bilinear2d upsample_nearest2d view view_as vstack where "
+    ).split()
 )

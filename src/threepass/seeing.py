@@ -1,0 +1,82 @@
+"""Seeing every operation: what a `TorchFunctionMode` is not shown by itself, and what to know of a call beforehand."""
+
+import contextlib
+import functools
+import re
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.checkpoint import CheckpointFunction
+
+from .replay import MULTI_HEAD
+from .rules.table import name_of
+
+DROPOUT = {torch.dropout: torch.mul, torch.dropout_: Tensor.mul_,
+           torch.feature_dropout: torch.mul, torch.feature_dropout_: Tensor.mul_}  # fmt: skip
+
+
+@contextlib.contextmanager
+def functions_seen(tape: TorchFunctionMode) -> Iterator[None]:
+    """`autograd.Function.apply` is no torch function: within this context the tape sees it all the same."""
+    original = Function.__dict__["apply"]
+
+    def apply(cls, *args, **kwargs):
+        func = types.MethodType(original.__func__, cls)
+        if not torch._C._is_torch_function_mode_enabled() or _get_current_function_mode() is not tape:
+            return func(*args, **kwargs)
+        if cls is CheckpointFunction:  # its backward works in loss.backward() only: run what it wraps
+            return args[0](*args[2:])
+        with torch._C.DisableTorchFunction():
+            return tape.__torch_function__(func, (), args, kwargs)
+
+    setattr(Function, "apply", classmethod(apply))  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(Function, "apply", original)  # noqa: B010
+
+
+def apart(out: Any) -> Any:
+    """Outputs with histories of their own become aliases, so that one's error has no part in another's.
+
+    An LSTM cell computes its state h from its state c, so h's error reaches c's own edge.
+    """
+    if isinstance(out, Tensor) or len({z.grad_fn for z in tree_leaves(out) if isinstance(z, Tensor)} - {None}) < 2:
+        return out
+    return tree_map(lambda z: z.view_as(z) if isinstance(z, Tensor) and z.requires_grad else z, out)
+
+
+def drawn_once(func, values, spec):
+    """Dropout as a multiplication by its mask, drawn as dropout draws it, so that pass 3 has the same mask."""
+    args, kwargs = tree_unflatten(values, spec)
+    a, p, train = (*args, *kwargs.values())[:3]
+    if not train or p == 0:
+        return func, values, spec
+    draw = torch.dropout if func in (torch.dropout, torch.dropout_) else torch.feature_dropout
+    mask = draw(torch.ones_like(a, requires_grad=False), p, True)
+    return DROPOUT[func], *tree_flatten(((a, mask), {}))
+
+
+@functools.cache
+def writes_to(func) -> bool:
+    """Whether torch's names say that a function writes to its first argument."""
+    name = name_of(func).rpartition(".")[2]
+    return bool(re.fullmatch(r"\w*[^_]_|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|matmul)__", name))
+
+
+@functools.cache
+def python_body(func) -> Callable[..., Any] | None:
+    """A torch function written in Python, with its question whether somebody overrides it answered no."""
+    if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch") or func is MULTI_HEAD:
+        return None
+    asks = [name for name in func.__globals__ if name.startswith("has_torch_function")]
+    globals_ = func.__globals__ | {name: lambda *_: False for name in asks}
+    body = types.FunctionType(func.__code__, globals_, func.__name__, func.__defaults__, func.__closure__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body

@@ -1,0 +1,144 @@
+"""Fast rules as linear maps: push is the Jacobian, pull its transpose, grad their derivative by the weight."""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from threepass.rules.table import Map, is_flat, key_of, name_of, rule_for
+
+torch.manual_seed(0)
+
+
+def r(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+# name, function, arguments (the activation first), positions of the weights, positions of additive ones
+GRID = [
+    ("linear", F.linear, (r(4, 5), r(3, 5), r(3)), [1], [2]),
+    ("linear-1d", F.linear, (r(5), r(3, 5), r(3)), [1], [2]),
+    ("conv1d", torch.conv1d, (r(2, 4, 9), r(6, 2, 3), r(6), 2, 1, 1, 2), [1], [2]),
+    ("conv2d", torch.conv2d, (r(2, 3, 7, 7), r(4, 3, 3, 3), r(4), 2, 1), [1], [2]),
+    ("conv2d-same", torch.conv2d, (r(2, 3, 5, 5), r(4, 3, 3, 3), None, 1, "same", 2), [1], []),
+    ("conv3d", torch.conv3d, (r(2, 2, 4, 4, 4), r(3, 2, 2, 2, 2), r(3)), [1], [2]),
+    ("conv-transpose", torch.conv_transpose2d, (r(2, 4, 3, 3), r(4, 3, 3, 3), r(6), 2, 1, 1, 2), [1], [2]),
+    ("batch-norm", torch.batch_norm, (r(5, 3, 2), r(3), r(3), None, None, True, 0.1, 1e-5, False), [1], [2]),
+    (
+        "batch-norm-eval",
+        torch.batch_norm,
+        (r(5, 3, 2), r(3), r(3), r(3), r(3).exp(), False, 0.1, 1e-5, False),
+        [1],
+        [2],
+    ),
+    ("layer-norm", torch.layer_norm, (r(5, 2, 3), (2, 3), r(2, 3), r(2, 3)), [2], [3]),
+    ("relu", torch.relu, (r(4, 5),), [], []),
+]
+EACH = pytest.mark.parametrize(("func", "args", "weights", "added"), [g[1:] for g in GRID], ids=[g[0] for g in GRID])
+
+
+def made(func, args) -> tuple[torch.Tensor, Map]:
+    u = func(*args)
+    return u, rule_for(func).make(u, *args)
+
+
+@EACH
+def test_push_is_the_jacobian(func, args, weights, added):
+    t = torch.randn_like(args[0])
+    with forward_ad.dual_level():
+        expected = forward_ad.unpack_dual(func(forward_ad.make_dual(args[0], t), *args[1:])).tangent
+    torch.testing.assert_close(made(func, args)[1].push(made(func, args)[1].tangent(t)), expected)
+
+
+@EACH
+def test_pull_is_its_transpose(func, args, weights, added):
+    u, m = made(func, args)
+    if m.pull is None:
+        assert func in (torch.batch_norm, torch.layer_norm)  # curved: exact mode goes through the generic rule
+        return
+    t, d = torch.randn_like(args[0]), torch.randn_like(u)
+    torch.testing.assert_close((d * m.push(m.tangent(t))).sum(), (m.pull(d) * t).sum())
+
+
+@EACH
+def test_weight_gradients(func, args, weights, added):
+    u, m = made(func, args)
+    d, t = torch.randn_like(u), torch.randn_like(args[0])
+    leaves = [z.clone().requires_grad_() if i in (0, *weights, *added) else z for i, z in enumerate(args)]
+    out = func(*leaves)
+    wanted = [leaves[i] for i in (*weights, *added)]
+    back = torch.autograd.grad(out, wanted, d, retain_graph=True) if wanted else []
+    (d_a,) = torch.autograd.grad(out, leaves[0], d, create_graph=True)
+    third = torch.autograd.grad((d_a * t).sum(), [leaves[i] for i in weights]) if weights else []
+    for i, b, s in zip(weights, back, third, strict=False):
+        product = m.grad[args[i]]
+        torch.testing.assert_close(product(d, m.signal), b)
+        torch.testing.assert_close(product(d, m.tangent(t)), s)
+        mix = torch.lerp(m.tangent(t), m.signal, 0.3)
+        torch.testing.assert_close(product(d, mix), 0.3 * b + 0.7 * s)
+    for i, b in zip(added, back[len(weights) :], strict=True):
+        torch.testing.assert_close(m.add[args[i]](d), b)
+
+
+def test_attention_push():
+    q, k, v = r(2, 3, 4), r(2, 5, 4), r(2, 5, 6)
+    t = [torch.randn_like(z) for z in (q, k, v)]
+    for kwargs in ({}, {"scale": 0.3}, {"attn_mask": r(3, 5)}, {"attn_mask": r(3, 5) > -1}, {"is_causal": True}):
+        m = rule_for(F.scaled_dot_product_attention).make(v[:, :3], q, k, v, **kwargs)
+        for present in ((0, 1, 2), (0,), (1,), (2,)):
+            given = [s if i in present else None for i, s in enumerate(t)]
+            h = 1e-6
+            ends = [
+                F.scaled_dot_product_attention(
+                    *(z if s is None else z + e * h * s for z, s in zip((q, k, v), given, strict=True)), **kwargs
+                )
+                for e in (1, -1)
+            ]
+            torch.testing.assert_close(m.push(*given), (ends[0] - ends[1]) / (2 * h), rtol=1e-6, atol=1e-8)
+
+
+def test_rules_step_aside_for_calls_they_do_not_know():
+    conv = rule_for(torch.conv2d).make
+    assert conv(r(4, 4, 4), r(3, 4, 4), r(4, 3, 3, 3)) is None  # one sample without a batch dimension
+    assert conv(r(2, 4, 4, 4), r(2, 3, 4, 4), r(4, 3, 2, 2), None, 1, "same") is None  # padded more on one side
+    assert (
+        rule_for(F.scaled_dot_product_attention).make(r(2, 3, 4), r(2, 3, 4), r(2, 3, 4), r(2, 3, 4), dropout_p=0.1)
+        is None
+    )
+    assert rule_for(torch.sin) is None
+
+
+def test_flat_operations_have_no_second_derivative():
+    """Every name that is treated as flat and can be called on one tensor: its double backward is zero."""
+    z = r(4, 6).requires_grad_()
+    checked = 0
+    for name in ("abs", "flatten", "relu", "cumsum", "hardtanh", "leaky_relu", "hardshrink", "softshrink", "clamp"):
+        func = getattr(F, name, None) or getattr(torch, name)
+        if name == "cumsum":
+            call = lambda a: torch.cumsum(a, 1)  # noqa: E731
+        elif name == "clamp":
+            call = lambda a: a.clamp(-0.5, 0.5)  # noqa: E731
+        else:
+            call = func
+        (d,) = torch.autograd.grad(call(z), z, torch.ones_like(call(z)).requires_grad_(), create_graph=True)
+        if d.requires_grad:
+            (second,) = torch.autograd.grad(d.sum(), z, allow_unused=True)
+            assert second is None or not second.any()
+        checked += 1
+    assert checked == 9
+    assert is_flat(torch.flatten)
+    assert is_flat(torch.Tensor.add_)
+    assert not is_flat(torch.mul)
+    assert not is_flat(torch.sigmoid)
+
+
+def test_names():
+    class Own(torch.autograd.Function):
+        pass
+
+    assert key_of(Own.apply) is Own
+    assert name_of(Own.apply) == "Own"
+    assert name_of(torch.ops.aten.mul.Tensor) == "aten.mul"
+    assert name_of(torch.Tensor.T.__get__) == "Tensor.T"
+    assert name_of(nn.functional.linear) == "linear"
