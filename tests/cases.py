@@ -25,7 +25,7 @@ class Case:
 
     def build(self, dtype=torch.float64):
         torch.manual_seed(sum(map(ord, self.name)))
-        model = self.make().to(dtype)
+        model = _cast(self.make(), dtype)
         x = torch.randn(self.shape, dtype=dtype)
         with torch.no_grad():
             out = model.eval()(x.clone()) if not self.mixes_samples else model(x.clone())
@@ -135,6 +135,26 @@ def _keeps_old_values(s, x):
     e = h.exp()
     h.mul_(2.0)
     return s.head(e * h)
+
+
+def _fourier(s, x):
+    return s.head(torch.fft.irfft(torch.fft.rfft(torch.tanh(s.a(x))) * s.w.exp(), n=5))
+
+
+def _packed(s, x):
+    packed = nn.utils.rnn.pack_padded_sequence(x, [3, 3, 2, 1], batch_first=True)
+    return s.head(nn.utils.rnn.pad_packed_sequence(s.rnn(packed)[0], batch_first=True)[0].mean(1))
+
+
+def _scatter(s, x):
+    h = torch.tanh(s.a(x)) * s.g(x).softmax(-1)[:, :1]
+    out = torch.zeros_like(x).index_add(0, torch.arange(len(x)), h)
+    return s.head(out.scatter_add(1, torch.arange(5).flip(0).expand(len(x), 5), h.square()))
+
+
+def _sampled(s, x):
+    grid = F.affine_grid(s.theta.expand(len(x), 2, 3), (len(x), 1, 2, 2), align_corners=False)
+    return s.head(F.grid_sample(x, grid, align_corners=False).flatten(1))
 
 
 CASES = [
@@ -510,6 +530,36 @@ CASES = [
         _fn(lambda s, x: s.head(cube_scale(torch.tanh(x), s.w)), w=torch.randn(5), head=nn.Linear(5, 4)),
         (6, 5),
     ),
+    Case("fourier", _fn(_fourier, a=nn.Linear(5, 5), w=torch.randn(3), head=nn.Linear(5, 4)), (6, 5)),
+    Case(
+        "fourier-complex",
+        _fn(_fourier, a=nn.Linear(5, 5), w=torch.randn(3, dtype=torch.complex64), head=nn.Linear(5, 4)),
+        (6, 5),
+    ),
+    Case("orthogonal", lambda: seq(parametrizations.orthogonal(nn.Linear(5, 5)), nn.Tanh(), head=5), (6, 5)),
+    Case(
+        "embedding-gate",
+        _fn(
+            lambda s, x: s.head(torch.tanh(s.a(x)) * s.e(torch.arange(len(x)) % 3)),
+            a=nn.Linear(5, 5),
+            e=nn.Embedding(3, 5),
+            head=nn.Linear(5, 4),
+        ),
+        (6, 5),
+        mixes_samples=True,
+    ),
+    Case(
+        "packed-lstm",
+        _fn(_packed, rnn=nn.LSTM(3, 4, batch_first=True), head=nn.Linear(4, 4)),
+        (4, 3, 3),
+        mixes_samples=True,
+    ),
+    Case("scatter-index", _fn(_scatter, a=nn.Linear(5, 5), g=nn.Linear(5, 3), head=nn.Linear(5, 4)), (6, 5)),
+    Case(
+        "grid-sample",
+        _fn(_sampled, theta=torch.tensor([[1.0, 0.1, 0.05], [0.1, 0.9, 0.02]]), head=nn.Linear(4, 4)),
+        (6, 1, 3, 3),
+    ),
     Case(
         "dropout",
         lambda: seq(
@@ -600,6 +650,15 @@ _ACTIVATIONS = [
     lambda z: torch.logsumexp(z, -1, keepdim=True),
     lambda z: z.std(-1, keepdim=True),
 ]
+
+
+def _cast(model, dtype):
+    """To dtype; complex parameters to the complex format of the same precision."""
+    for p in model.parameters():
+        p.data = p.data.to(dtype.to_complex() if p.is_complex() else dtype)
+    for b in model.buffers():
+        b.data = b.data.to(dtype) if b.is_floating_point() else b.data
+    return model
 
 
 def _evaluated(model):

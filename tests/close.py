@@ -5,8 +5,12 @@ import contextlib
 import torch
 
 
+def wide(g: torch.Tensor) -> torch.Tensor:
+    return g.to(torch.promote_types(g.dtype, torch.float64))
+
+
 def norm(grads) -> float:
-    return torch.stack([g.double().norm() for g in grads.values()]).norm().item()
+    return torch.stack([wide(g).norm() for g in grads.values()]).norm().item()
 
 
 def assert_close(got: dict, expected: dict, tolerance: float) -> None:
@@ -14,8 +18,8 @@ def assert_close(got: dict, expected: dict, tolerance: float) -> None:
     assert got.keys() == expected.keys()
     floor = 1e-3 * norm(expected)
     for name, g in expected.items():
-        error = (got[name].double() - g.double()).norm().item()
-        assert error <= tolerance * max(g.double().norm().item(), floor), f"{name}: {error:.2e} against {g.norm():.2e}"
+        error = (wide(got[name]) - wide(g)).norm().item()
+        assert error <= tolerance * max(wide(g).norm().item(), floor), f"{name}: {error:.2e} against {g.norm():.2e}"
 
 
 @contextlib.contextmanager

@@ -55,7 +55,8 @@ def third_grads(model, loss_fn, x: Tensor, y, eps: float = 1e-6) -> dict[str, Te
     def watch(at: Tensor):
         with torch.no_grad():
             for b, old in buffers:
-                b.copy_(old)
+                if not torch.equal(b, old):  # writing would spoil the first run's graph
+                    b.copy_(old)
         leaf = at.detach().clone().requires_grad_()
         with Watch([leaf]) as w:
             loss = loss_fn(model(leaf * 1), y)
@@ -81,7 +82,8 @@ def third_grads(model, loss_fn, x: Tensor, y, eps: float = 1e-6) -> dict[str, Te
             args, kwargs = tree_unflatten(flat, spec)
             return [z for z in tree_flatten(func(*args, **kwargs))[0] if isinstance(z, Tensor) and z.requires_grad]
 
-        phi = sum(((b - c) * e / (2 * h)).sum() for b, c, e in zip(at(1), at(-1), d, strict=True) if e is not None)
+        pairs = [(b - c, e) for b, c, e in zip(at(1), at(-1), d, strict=True) if e is not None]
+        phi = sum((s * e.conj()).real.sum() / (2 * h) for s, e in pairs)
         if not isinstance(phi, Tensor):
             continue
         gs = torch.autograd.grad(phi, leaves, allow_unused=True)

@@ -65,7 +65,7 @@ def test_alignment_is_one_where_nothing_is_curved():
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.ReLU(), nn.Linear(8, 4)).double()
     found = threepass.alignment(model, lambda out, y: (out * y).sum() / 6, X.double(), torch.randn(6, 4).double())
     assert found.cosine == pytest.approx(1, abs=1e-12)
-    assert found.ratio == pytest.approx(1, abs=1e-12)
+    assert found.norm_ratio == pytest.approx(1, abs=1e-12)
     assert found.by_parameter["1.weight"].cosine == pytest.approx(1, abs=1e-12)
 
 
@@ -84,7 +84,7 @@ def test_alignment_measures_and_changes_nothing():
             terms.append(threepass.three_pass(fresh, F.cross_entropy, X, Y, mode=mode, separate=True).third_grads)
     paper, exact = (torch.cat([g.flatten() for g in t.values()]).double() for t in terms)
     assert found.cosine == pytest.approx(F.cosine_similarity(paper, exact, dim=0).item(), abs=1e-6)
-    assert found.ratio == pytest.approx((paper.norm() / exact.norm()).item(), rel=1e-6)
+    assert found.norm_ratio == pytest.approx((paper.norm() / exact.norm()).item(), rel=1e-6)
     assert found.by_parameter.keys() == terms[0].keys()
     assert "conv.weight" in str(found)
     assert abs(found.cosine) < 0.9

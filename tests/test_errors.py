@@ -42,6 +42,7 @@ def call(model=None, loss_fn=F.cross_entropy, x=X, y=Y, **options):
         ({"x": ()}, TypeError, "x holds no tensor"),
         ({"x": torch.tensor(1.0)}, ValueError, "no batch dimension"),
         ({"model": lambda x: x}, TypeError, "model must be a torch.nn.Module"),
+        ({"model": nn.LazyLinear(4)}, ValueError, r"lazy parameters.*run model\(x\) once"),
         ({"model": nn.ReLU()}, ValueError, "no parameter of the model needs a gradient"),
         ({"model": net().requires_grad_(False)}, ValueError, "no parameter of the model needs a gradient"),
         ({"loss_fn": lambda o, y: F.cross_entropy(o, y, reduction="none")}, ValueError, r"a scalar.*got shape \(6,\)"),

@@ -166,3 +166,12 @@ def test_dropout_uses_one_mask(case, mode):
         expected = plain_grads(model, loss_fn, x, y)
     torch.manual_seed(3)
     assert_close(threepass.three_pass(model, loss_fn, x, y, alpha=1.0).grads, expected, 1e-12)
+
+
+def test_other_additive_parameters():
+    """Class token, position embedding, what is written into a buffer: not in any Jacobian."""
+    for name, additive in {"class-token-position": ("token", "position"), "in-place-writes": ("token",)}.items():
+        model, loss_fn, x, y = next(c for c in CASES if c.name == name).build()
+        grads = threepass.three_pass(model, loss_fn, x, y, alpha=0.0).grads
+        for parameter in additive:
+            assert not grads[parameter].any(), parameter

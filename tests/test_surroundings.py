@@ -204,3 +204,21 @@ def test_the_same_model_may_be_called_twice_in_one_forward():
     expected = torch.autograd.grad(0.5 * sum(g.square().sum() for g in dx), list(model.parameters()), allow_unused=True)
     for (name, p), g in zip(model.named_parameters(), expected, strict=True):
         torch.testing.assert_close(r.third_grads[name], torch.zeros_like(p) if g is None else g, rtol=1e-10, atol=1e-14)
+
+
+def test_compiled_models_run_as_written():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    x, y = torch.randn(6, 5).double(), torch.tensor([0, 1, 2, 3, 0, 1])
+    compiled = torch.compile(model, backend="eager")
+    expected = threepass.three_pass(model, F.cross_entropy, x, y).grads
+    got = threepass.three_pass(compiled, F.cross_entropy, x, y).grads
+    assert_close({n.removeprefix("_orig_mod."): g for n, g in got.items()}, expected, 1e-14)
+
+
+def test_vmap_is_refused_in_words():
+    model = nn.Linear(5, 4)
+    net = nn.Module()
+    net.model, net.forward = model, lambda x: torch.tanh(torch.func.vmap(model)(x))
+    with pytest.raises(threepass.UnsupportedError, match="vmap"):
+        threepass.three_pass(net, F.cross_entropy, torch.randn(6, 5), torch.tensor([0, 1, 2, 3, 0, 1]))

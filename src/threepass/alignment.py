@@ -17,7 +17,7 @@ class Agreement:
     """The cosine between the paper's gradient and the exact one, and the ratio |paper| / |exact|."""
 
     cosine: float
-    ratio: float
+    norm_ratio: float
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Alignment:
     """Paper against exact: over all parameters together, and for each."""
 
     cosine: float
-    ratio: float
+    norm_ratio: float
     by_parameter: dict[str, Agreement]
 
     def __str__(self) -> str:
-        rows = [("(all)", Agreement(self.cosine, self.ratio)), *self.by_parameter.items()]
+        rows = [("(all)", Agreement(self.cosine, self.norm_ratio)), *self.by_parameter.items()]
         width = max(len(name) for name, _ in rows)
-        lines = [f"{name:<{width}}  {row.cosine:+7.3f}  {row.ratio:9.3g}" for name, row in rows]
+        lines = [f"{name:<{width}}  {row.cosine:+7.3f}  {row.norm_ratio:9.3g}" for name, row in rows]
         return "\n".join([f"{'parameter':<{width}}   cosine  paper/exact", *lines])
 
 
@@ -44,7 +44,7 @@ def alignment(
     """
     paper, exact = (_third(model, loss_fn, x, y, mode, input_at) for mode in ("paper", "exact"))
     whole = _compare(*(torch.cat([g.flatten() for g in grads.values()]) for grads in (paper, exact)))
-    return Alignment(whole.cosine, whole.ratio, {name: _compare(paper[name], exact[name]) for name in paper})
+    return Alignment(whole.cosine, whole.norm_ratio, {name: _compare(paper[name], exact[name]) for name in paper})
 
 
 def _third(model, loss_fn, x, y, mode: str, input_at: str | None) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 
@@ -56,6 +57,8 @@ class Options:
 def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if any(is_lazy(p) for p in model.parameters()):
+        raise ValueError("the model has lazy parameters without a shape yet: run model(x) once before")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("no parameter of the model needs a gradient: set requires_grad on what is to be trained")
     if any(p.is_inference() for p in model.parameters()):

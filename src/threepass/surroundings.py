@@ -1,6 +1,7 @@
 """What is around the passes: switches of autograd, state to put back, hooks on modules, and a warning."""
 
 import contextlib
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -19,8 +20,12 @@ _warned: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 @contextlib.contextmanager
 def trainable_surroundings() -> Iterator[None]:
-    """Gradients can be computed here, whatever the caller switched off."""
-    with torch.inference_mode(False), torch.enable_grad():
+    """Gradients can be computed here, whatever the caller switched off; compiled parts run as they were written."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 
@@ -57,8 +62,8 @@ def inputs_inside(model: nn.Module, tape: Record, input_at: str | None) -> Itera
     chosen = embeddings if input_at is None else [modules[input_at]]
     if not chosen:
         raise TypeError(
-            "no tensor of x is floating point, and the model has no embedding: convert x to floating point, or name the "
-            'module whose output counts as the input, as in input_at="embeddings"'
+            "no tensor of x is floating point, and the model has no embedding: convert x to floating point, or name "
+            'the module whose output counts as the input, as in input_at="embeddings"'
         )
     first: list[nn.Module] = []
 

@@ -292,7 +292,7 @@ class Record(TorchFunctionMode):
         maker = z.grad_fn.name() if z.grad_fn is not None else "a hidden operation"
         self.problem(
             name_of(func),
-            f"its argument comes from {maker}, run where torch functions are not seen (TorchScript, an extension)",
+            f"its argument comes from {maker}, run where torch functions are unseen (TorchScript, vmap, an extension)",
             "run that part as plain PyTorch, or wrap it as a torch.autograd.Function or a torch.library custom op",
         )
         return False

@@ -16,7 +16,7 @@ _aten = torch.ops.aten
 @rule(F.linear)
 def linear(u: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Map | None:
     """u = a Wᵀ + b, with a: (..., i), W: (o, i), b: (o), u: (..., o)."""
-    if weight.dim() != 2:
+    if weight.dim() != 2 or u.is_complex():
         return None
     w = weight.to(u.dtype)
 
@@ -55,7 +55,7 @@ def conv_transpose(u, a, weight, bias=None, stride=1, padding=0, output_padding=
 
 def _convolution(u, a, weight, bias, stride, padding, dilation, transposed, output_padding, groups) -> Map | None:
     dims = weight.dim() - 2
-    if a.dim() != dims + 2:  # one sample without a batch dimension
+    if a.dim() != dims + 2 or u.is_complex():  # one sample without a batch dimension
         return None
     stride, padding, dilation, output_padding = (_per_dim(v, dims) for v in (stride, padding, dilation, output_padding))
     how = (stride, padding, dilation, transposed, output_padding, groups)

@@ -143,8 +143,7 @@ def _run(op) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
 
 
 def _inner(errors, t: Signal) -> Tensor | None:
-    """< e , t > over all pairs that carry a derivative."""
-    terms = [
-        (e * s).sum() for e, s in zip(errors, t, strict=True) if e is not None and s is not None and e.requires_grad
-    ]
+    """< e , t > over all pairs that carry a derivative; of complex ones the real part, as autograd has it."""
+    pairs = [(e, s) for e, s in zip(errors, t, strict=True) if e is not None and s is not None and e.requires_grad]
+    terms = [(e.conj() * s).real.sum() if e.is_complex() else (e * s).sum() for e, s in pairs]
     return sum(terms[1:], terms[0]) if terms else None

@@ -108,15 +108,19 @@ def is_flat(func: Any) -> bool:
     return key_of(func) is func and name_of(func).removesuffix("_") in _FLAT
 
 
-_FLAT = frozenset(
-    (
-        "__getitem__ __setitem__ abs adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d "
-        "adaptive_max_pool2d adaptive_max_pool3d add amax amin avg_pool1d avg_pool2d avg_pool3d broadcast_to cat chunk "
-        "clamp clamp_max clamp_min clone concat concatenate constant_pad_nd contiguous copy cumsum diagonal double expand "
-        "expand_as flatten flip float fold gather hardshrink hardsigmoid hardtanh hstack index_select interpolate "
-        "leaky_relu masked_fill max_pool1d max_pool2d max_pool3d maximum mean minimum moveaxis movedim narrow neg pad "
-        "permute pixel_shuffle pixel_unshuffle ravel relu relu6 repeat repeat_interleave reshape roll select softshrink "
-        "split split_with_sizes squeeze stack sub sum swapaxes t tensor_split threshold tile to transpose tril triu "
-        "type_as unbind unflatten unfold unsqueeze upsample_bilinear2d upsample_nearest2d view view_as vstack where "
-    ).split()
-)
+# fmt: off
+_FLAT = frozenset({
+    "__getitem__", "__setitem__", "abs", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
+    "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "add", "amax", "amin", "avg_pool1d",
+    "avg_pool2d", "avg_pool3d", "broadcast_to", "cat", "chunk", "clamp", "clamp_max", "clamp_min", "clone", "concat",
+    "concatenate", "constant_pad_nd", "contiguous", "copy", "cumsum", "diagonal", "double", "expand", "expand_as",
+    "flatten", "flip", "float", "fold", "gather", "hardshrink", "hardsigmoid", "hardtanh", "hstack", "index_select",
+    "interpolate", "leaky_relu", "masked_fill", "max_pool1d", "max_pool2d", "max_pool3d", "maximum", "mean",
+    "minimum", "moveaxis", "movedim", "narrow", "neg", "pad", "permute", "pixel_shuffle", "pixel_unshuffle", "ravel",
+    "relu", "relu6", "repeat", "repeat_interleave", "reshape", "roll", "select", "softshrink", "split",
+    "split_with_sizes",
+    "squeeze", "stack", "sub", "sum", "swapaxes", "t", "tensor_split", "threshold", "tile", "to", "transpose", "tril",
+    "triu", "type_as", "unbind", "unflatten", "unfold", "unsqueeze", "upsample_bilinear2d", "upsample_nearest2d",
+    "view", "view_as", "vstack", "where",
+})
+# fmt: on

@@ -1,0 +1,31 @@
+"""The Python blocks of README and docs run, in order, as a reader would type them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_python_blocks_run(page):
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    namespace: dict = {"__name__": "page"}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), namespace)
+
+
+def test_files_that_pages_name_exist():
+    for page in PAGES:
+        for name in re.findall(r"`((?:src|tests|docs|benchmarks|examples|results)/[\w./-]+\.\w+)`", page.read_text()):
+            assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def test_the_refusal_in_add_a_rule_is_real(capsys):
+    text = (ROOT / "docs" / "add-a-rule.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    exec("\n".join(blocks[:2]).replace("ScaleShift", "Other"), {"__name__": "page"})
+    assert "Other - its backward" in capsys.readouterr().out
