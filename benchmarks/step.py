@@ -58,12 +58,13 @@ def plain(model: nn.Module, x: Tensor, y: Tensor) -> Any:
     return torch.autograd.grad(F.cross_entropy(model(x), y), weights(model))
 
 
-def paper(model: nn.Module, x: Tensor, y: Tensor) -> Any:
-    return list(threepass.three_pass(model, F.cross_entropy, x, y, alpha=ALPHA).grads.values())
+def paper(model: nn.Module, x: Tensor, y: Tensor, mode: str = "paper") -> Any:
+    grads = threepass.three_pass(model, F.cross_entropy, x, y, alpha=ALPHA, mode=mode).grads
+    return [grads[name] for name, _ in model.named_parameters()]
 
 
 def exact(model: nn.Module, x: Tensor, y: Tensor) -> Any:
-    return list(threepass.three_pass(model, F.cross_entropy, x, y, alpha=ALPHA, mode="exact").grads.values())
+    return paper(model, x, y, mode="exact")
 
 
 def sam(model: nn.Module, x: Tensor, y: Tensor) -> Any:

@@ -37,8 +37,6 @@ TRAIN, BATCH = 640, 64
 NOISE, RADII = 0.3, (0.05, 0.1)
 Data = tuple[Tensor, Tensor]
 Records = dict[str, list[dict[str, Any]]]  # method: one record a seed
-
-
 METHODS: dict[str, tuple[float, dict[str, Any]]] = {  # learning rate, and options of ThreePass; none: backpropagation
     "two passes": (ETA, {}),
     "three, paper": (ETA / ALPHA, {"alpha": ALPHA}),
@@ -165,9 +163,9 @@ polyline { fill: none; stroke-width: 2 } polygon { opacity: .16 }
 pre { overflow-x: auto; padding: .7rem; border: 1px solid var(--line); border-radius: .4rem }
 </style>
 <h1>Two and three passes on scikit-learn's digits</h1>
-<p>$train training and $validation validation images of 8 × 8 pixels; a net of three convolutions; SGD with momentum,
-cosine schedule, batch $batch, epochs: $epochs, seeds: $seeds. For a seed all methods start from the same weights and see
-the same batches.</p>
+<p>$train training and $validation validation images of 8 × 8 pixels; a net of three convolutions; SGD with momentum
+0.9, cosine schedule, batch $batch, epochs: $epochs, seeds: $seeds. For a seed all methods start from the same weights
+and see the same batches.</p>
 <ul>$legend</ul>
 <div class="scroll"><table>$table</table></div>
 <p>After the last epoch, mean ± standard deviation over seeds. The input loss is the mean of ½ |dl/dx|² over images. The
@@ -212,17 +210,14 @@ def chart(title: str, curves: list[list[list[float]]]) -> str:
 
 def page(records: Records, config: dict[str, Any], rows: list[list[str]]) -> str:
     cells = [f"<tr><th>{head}</th>{''.join(f'<td>{cell}</td>' for cell in rest)}</tr>" for head, *rest in rows]
+    legend = []
+    for k, (name, settings) in enumerate(config["methods"].items()):
+        words = ", ".join(f"{key} {value}" for key, value in settings.items())
+        legend.append(f'<li><i style="background: var(--s{k})"></i><b>{name}</b>: {words}</li>')
     curves = {key: [[r[key] for r in record] for record in records.values()] for key in ("error", "input_loss")}
-    return PAGE.substitute(
-        **config,
-        legend="".join(
-            f'<li><i style="background: var(--s{k})"></i><b>{name}</b>: {", ".join(f"{o} {v}" for o, v in m.items())}</li>'
-            for k, (name, m) in enumerate(config["methods"].items())
-        ),
-        charts=chart("Validation error by epoch, %", curves["error"])
-        + chart("Validation input loss by epoch", curves["input_loss"]),
-        table="".join(cells),
-    )
+    charts = chart("Validation error by epoch, %", curves["error"])
+    charts += chart("Validation input loss by epoch", curves["input_loss"])
+    return PAGE.substitute(**config, legend="".join(legend), charts=charts, table="".join(cells))
 
 
 def main(argv: list[str] | None = None) -> Path:

@@ -117,7 +117,7 @@ def _written_in_place(s, x):
     h.mul_(s.scale)
     view = h[:, 2:]
     view.tanh_()
-    out = torch.zeros(len(x), 7, dtype=x.dtype)
+    out = x.new_zeros(len(x), 7)
     out[:, :5] = h
     out[:, 5:] = s.token
     out[:, 0].mul_(2)
@@ -148,8 +148,8 @@ def _packed(s, x):
 
 def _scatter(s, x):
     h = torch.tanh(s.a(x)) * s.g(x).softmax(-1)[:, :1]
-    out = torch.zeros_like(x).index_add(0, torch.arange(len(x)), h)
-    return s.head(out.scatter_add(1, torch.arange(5).flip(0).expand(len(x), 5), h.square()))
+    out = torch.zeros_like(x).index_add(0, torch.arange(len(x), device=x.device), h)
+    return s.head(out.scatter_add(1, torch.arange(5, device=x.device).flip(0).expand(len(x), 5), h.square()))
 
 
 def _sampled(s, x):
@@ -255,7 +255,9 @@ CASES = [
     Case(
         "attention-weights-mask",
         _fn(
-            lambda s, x: s.head(s.mha(x, x, x, attn_mask=torch.ones(3, 3, dtype=torch.bool).triu(1))[0].mean(1)),
+            lambda s, x: s.head(
+                s.mha(x, x, x, attn_mask=torch.ones(3, 3, dtype=torch.bool, device=x.device).triu(1))[0].mean(1)
+            ),
             mha=nn.MultiheadAttention(4, 2, batch_first=True, add_bias_kv=True, kdim=4, vdim=4),
             head=nn.Linear(4, 4),
         ),
@@ -540,7 +542,7 @@ CASES = [
     Case(
         "embedding-gate",
         _fn(
-            lambda s, x: s.head(torch.tanh(s.a(x)) * s.e(torch.arange(len(x)) % 3)),
+            lambda s, x: s.head(torch.tanh(s.a(x)) * s.e(torch.arange(len(x), device=x.device) % 3)),
             a=nn.Linear(5, 5),
             e=nn.Embedding(3, 5),
             head=nn.Linear(5, 4),
@@ -603,7 +605,7 @@ CASES = [
     Case(
         "noise",
         _fn(
-            lambda s, x: s.head(torch.tanh(s.a(x)) + torch.randn_like(x) * torch.rand(1, dtype=x.dtype)),
+            lambda s, x: s.head(torch.tanh(s.a(x)) + torch.randn_like(x) * x.new_ones(1).uniform_()),
             a=nn.Linear(5, 5),
             head=nn.Linear(5, 4),
         ),

@@ -1,5 +1,12 @@
+import os
+
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+settings.register_profile("explore", deadline=None, suppress_health_check=list(HealthCheck), max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 @pytest.fixture(autouse=True)

@@ -64,13 +64,18 @@ def third_grads(model, loss_fn, x: Tensor, y, eps: float = 1e-6) -> dict[str, Te
 
     leaf, loss, calls = watch(x)
     (dx,) = torch.autograd.grad(loss, leaf, retain_graph=True)
-    size = dx.abs().max()
-    above, below = watch(x + eps * dx / size)[2], watch(x - eps * dx / size)[2]
     total = {n: torch.zeros_like(p) for n, p in params.items()}
+    size = dx.abs().max()
+    if size == 0:  # a dead net
+        return total
+    above, below = watch(x + eps * dx / size)[2], watch(x - eps * dx / size)[2]
     for call, up, down in zip(calls, above, below, strict=True):
         func, spec, before, a, p, weights, d = call
         t = {i: (up[2][i] - down[2][i]) * (size / (2 * eps)) for i in a}
-        h = 1e-5 / max(float(s.abs().max()) for s in t.values())
+        largest = max(float(s.abs().max()) for s in t.values())
+        if largest == 0:
+            continue
+        h = 1e-5 / largest
         leaves = [before[i].clone().requires_grad_() for i in p]
 
         def at(sign, func=func, spec=spec, before=before, t=t, h=h, p=p, leaves=leaves):

@@ -4,7 +4,7 @@ import oracle
 import pytest
 import torch
 from close import assert_close, plain_grads
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -99,7 +99,6 @@ def settings_drawn(draw):
 
 
 @pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(settings_drawn(), st.sampled_from([0.0, 0.25, 0.9]))
 def test_properties_of_random_nets(drawn, alpha):
     model, loss_fn, x, y = drawn

@@ -57,11 +57,12 @@ class Options:
 def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if any(is_lazy(p) for p in model.parameters()):
+    parameters = list(model.parameters())
+    if any(is_lazy(p) for p in parameters):
         raise ValueError("the model has lazy parameters without a shape yet: run model(x) once before")
-    if not any(p.requires_grad for p in model.parameters()):
+    if not any(p.requires_grad for p in parameters):
         raise ValueError("no parameter of the model needs a gradient: set requires_grad on what is to be trained")
-    if any(p.is_inference() for p in model.parameters()):
+    if any(p.is_inference() for p in parameters):
         raise ValueError(
             "parameters were made under torch.inference_mode and cannot be trained: make the model outside"
         )

@@ -49,7 +49,7 @@ def as_recorded(
             set_random_state(rng, device)
         if func in (ATTENTION, MULTI_HEAD):
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if func in _RECURRENT:
+        if func in (*_RECURRENT, torch.grid_sampler):
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
             torch._C._set_mkldnn_enabled(False)

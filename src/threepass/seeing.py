@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
+from .calls import flatten, tensors_in, unflatten
 from .replay import MULTI_HEAD
 from .rules.table import name_of
 
@@ -32,6 +33,8 @@ def functions_seen(tape: TorchFunctionMode) -> Iterator[None]:
             return func(*args, **kwargs)
         if cls is CheckpointFunction:  # its backward works in loss.backward() only: run what it wraps
             return args[0](*args[2:])
+        if cls.__module__ == CheckpointFunction.__module__:  # other checkpoints' own bookkeeping
+            return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             return tape.__torch_function__(func, (), args, kwargs)
 
@@ -47,20 +50,20 @@ def apart(out: Any) -> Any:
 
     An LSTM cell computes its state h from its state c, so h's error reaches c's own edge.
     """
-    if isinstance(out, Tensor) or len({z.grad_fn for z in tree_leaves(out) if isinstance(z, Tensor)} - {None}) < 2:
+    if isinstance(out, Tensor) or len({z.grad_fn for z in tensors_in(out)} - {None}) < 2:
         return out
     return tree_map(lambda z: z.view_as(z) if isinstance(z, Tensor) and z.requires_grad else z, out)
 
 
 def drawn_once(func, values, spec):
     """Dropout as a multiplication by its mask, drawn as dropout draws it, so that pass 3 has the same mask."""
-    args, kwargs = tree_unflatten(values, spec)
+    args, kwargs = unflatten(values, spec)
     a, p, train = (*args, *kwargs.values())[:3]
     if not train or p == 0:
         return func, values, spec
     draw = torch.dropout if func in (torch.dropout, torch.dropout_) else torch.feature_dropout
     mask = draw(torch.ones_like(a, requires_grad=False), p, True)
-    return DROPOUT[func], *tree_flatten(((a, mask), {}))
+    return DROPOUT[func], *flatten((a, mask), {})
 
 
 @functools.cache

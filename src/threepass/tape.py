@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from .calls import Shape, flatten, tensors_in, unflatten
 from .errors import Place
 from .precision import HALF
 from .replay import SILENT_WRITES, as_recorded, is_random, random_state
@@ -44,7 +44,7 @@ class Operation:
 
     func: Callable[..., Any]
     values: list[Any]  # the arguments; one that a later call writes to is replaced by a copy of what it was
-    spec: TreeSpec
+    spec: Shape
     active: list[tuple[int, Spot]]
     weights: list[tuple[int, Tensor]]
     module: str
@@ -71,7 +71,7 @@ class Operation:
         values = list(values)
         for i in (*self.written, *SILENT_WRITES.get(self.func, ())):
             values[i] = values[i].clone() if isinstance(values[i], Tensor) else values[i]
-        args, kwargs = tree_unflatten(values, self.spec)
+        args, kwargs = unflatten(values, self.spec)
         with as_recorded(self.func, self.autocast, self.rng):
             out = self.func(*args, **kwargs)
         results = _results(out, values, self.written)
@@ -84,7 +84,7 @@ class Operation:
         values = list(self.values)
         for i, _ in self.active:
             values[i] = values[i].detach()
-        args, kwargs = tree_unflatten(values, self.spec)
+        args, kwargs = unflatten(values, self.spec)
         made = self.rule.make(self.output, *args, **kwargs)
         knows = made is not None and all(values[i] in made.grad or values[i] in made.add for i, _ in self.weights)
         return made if knows else None
@@ -194,19 +194,19 @@ class Record(TorchFunctionMode):
                     return body(*args, **kwargs)
             finally:
                 self._inside.pop()
-        values, spec = tree_flatten((args, kwargs))
+        values, spec = flatten(args, kwargs)
         tensors = [(i, z) for i, z in enumerate(values) if isinstance(z, Tensor)]
         if torch.is_grad_enabled() and any(self.is_active(z) for _, z in tensors):
             return self._operation(func, values, spec, tensors)
         out = func(*args, **kwargs)
         if any(z.requires_grad for _, z in tensors):
-            self._derive([*tree_leaves(out), *(z for _, z in tensors[:1])])
+            self._derive([*tensors_in(out), *(z for _, z in tensors[:1])])
         return out
 
-    def _derive(self, results: list[Any]) -> None:
+    def _derive(self, results: list[Tensor]) -> None:
         """Results of a call on weights and constants alone: what needs a gradient is a weight."""
         for z in results:
-            if isinstance(z, Tensor) and z.requires_grad and not z.is_leaf and self._spot(z) is None:
+            if z.requires_grad and not z.is_leaf and self._spot(z) is None:
                 self._derived[id(z)] = z
 
     def _operation(self, func, values, spec, tensors):
@@ -222,7 +222,7 @@ class Record(TorchFunctionMode):
         if writes and self.recording:
             values[0] = self._before_write(op, tensors[0][1])
         versions = [_version(values[i]) for i, _ in tensors]
-        args, kwargs = tree_unflatten(values, spec)
+        args, kwargs = unflatten(values, spec)
         with as_recorded(func, op.autocast, None) if op.rng is not None else contextlib.nullcontext():
             out = func(*args, **kwargs)
         if self.recording:
@@ -321,5 +321,5 @@ def _version(z: Tensor) -> int:
 
 
 def _results(out: Any, values: list[Any], written: list[int]) -> list[Tensor]:
-    """Everything tensors that a call leaves behind: what it returns, then what it wrote to."""
-    return [z for z in (*tree_leaves(out), *(values[i] for i in written)) if isinstance(z, Tensor)]
+    """The tensors that a call leaves behind: what it returns, then what it wrote to."""
+    return [*tensors_in(out), *(values[i] for i in written)]

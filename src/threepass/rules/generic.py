@@ -101,7 +101,7 @@ def _refuse_error_nodes(phi: Tensor) -> None:
             continue
         seen.add(node)
         if "Error" in node.name() or "NotImplemented" in node.name():
-            raise RuntimeError("its backward cannot be differentiated: it is marked once_differentiable")
+            raise RuntimeError("its backward cannot be differentiated (it may be marked once_differentiable)")
         todo.extend(child for child, _ in node.next_functions)
 
 
