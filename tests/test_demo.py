@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("sklearn")
@@ -15,7 +16,10 @@ def demo():
     spec = importlib.util.spec_from_file_location("compare_digits", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield module
+    torch.set_num_threads(threads)
 
 
 def test_demo_writes_a_page_and_its_numbers_and_never_over_others(demo, tmp_path, capsys):

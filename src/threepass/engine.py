@@ -155,8 +155,8 @@ def forward(model, loss_fn, x, y, options: Options, tape: Record, paths: bool) -
 
 
 def backward(tape: Record, loss: Tensor, seed: float, everything: bool) -> tuple[list[Tensor], Errors]:
-    """Pass 2: dl/dx, and the error d of every operation that has weights (of every operation, for exact mode)."""
-    ops = [op for op in tape.operations if op.weights or everything]
+    """Pass 2: dl/dx, and the error d of every operation that has weights (for exact mode, also of every curved one)."""
+    ops = [op for op in tape.operations if op.weights or (everything and op.needs_error)]
     leaves = [leaf for _, leaf, _ in tape.inputs]
     wanted: list[Any] = [*leaves, *(edge for op in ops for edge in op.edges)]
     with tape.rerunning():
@@ -181,12 +181,13 @@ def forward_again(tape: Record, dx: list[Tensor], t_0: list[Tensor] | None, d: E
         tangents: list[Tensor | None] = []
         with tape.explaining(op):
             visit = Visit(op, d.pop(op, [None] * len(op.outputs)), [signals.get(z) for _, z in op.active])
-            if whole:
-                visits.append(visit)
-            else:
-                visit.collect(gradients)
             if pushes and t_0 is not None:
                 tangents = visit.push()
+            if not whole or visit.flat:
+                visit.collect(gradients)
+                visit.forget()
+            if whole:
+                visits.append(visit)
         for z in last:
             signals.put(z, None)
         if pushes and t_0 is not None:

@@ -18,9 +18,10 @@ from .visit import Visit
 
 
 def pull(tape: Record, visits: list[Visit], gradients: Gradients) -> None:
-    """Runs R{d} back through pass 3's visits, and collects the gradients of all weights."""
+    """Runs R{d} back through pass 3's visits, and collects what it adds to the gradients; uses the visits up."""
     signals = tape.signals()
-    for visit in reversed(visits):
+    while visits:
+        visit = visits.pop()
         with tape.explaining(visit.op):
             r = [signals.take(u) for u in visit.op.outputs]
             if all(e is None for e in (*visit.d, *r)):

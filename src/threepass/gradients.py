@@ -28,23 +28,23 @@ class Gradients:
     back: Terms = field(default_factory=dict)
     third: Terms = field(default_factory=dict)
 
-    def add_mapped(self, op: Operation, m: Map, d: Tensor, s: Tensor | None, r: Tensor | None = None) -> None:
-        """A fast rule's products: of the error d with the signal and its tangent s, of R{d} with the signal."""
-        a = m.signal
-        mix = None if self.split or s is None or a is None else self._mix(a, s)
+    def add_mapped(self, op: Operation, m: Map, d: Tensor, s: Tensor | None) -> None:
+        """A fast rule's products: of the error d with the signal and with its tangent s."""
+        mix = None if self.split or s is None else self._mix(m.signal, s)
         for i, weight in op.weights:
             value = op.values[i]
             if value in m.add:
-                self.add(weight, m.add[value](d), None if r is None else m.add[value](r))
-                continue
-            assert a is not None, "a rule with weights gives the signal that they multiply"
-            product = m.grad[value]
-            if mix is not None:
-                _accumulate(self.mixed, weight, product(d, mix))
+                self.add(weight, m.add[value](d), None)
+            elif mix is not None:
+                _accumulate(self.mixed, weight, m.grad[value](d, mix))
             else:
-                self.add(weight, product(d, a), None if s is None else product(d, s))
-            if r is not None:
-                self.add(weight, None, product(r, a))
+                self.add(weight, m.grad[value](d, m.signal), None if s is None else m.grad[value](d, s))
+
+    def add_pulled(self, op: Operation, m: Map, r: Tensor) -> None:
+        """Exact mode's own products, of R{d} with the signal."""
+        for i, weight in op.weights:
+            value = op.values[i]
+            self.add(weight, None, m.add[value](r) if value in m.add else m.grad[value](r, m.signal))
 
     def add(self, weight: Tensor, back: Tensor | None, third: Tensor | None) -> None:
         if self.split:
@@ -54,7 +54,8 @@ class Gradients:
             _accumulate(self.mixed, weight, None if back is None else self.options.back * back)
             _accumulate(self.mixed, weight, None if third is None else self.options.third * third)
 
-    def _mix(self, a: Tensor, t: Tensor) -> Tensor:
+    def _mix(self, a: Tensor | None, t: Tensor) -> Tensor:
+        assert a is not None  # a tangent of the signal comes with the signal
         if self.options.strength is not None:
             return torch.add(a, t, alpha=self.options.third)
         return torch.lerp(t, a, self.options.back)

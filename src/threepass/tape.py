@@ -33,7 +33,7 @@ from .calls import Shape, flatten, tensors_in, unflatten
 from .errors import Place
 from .precision import HALF
 from .replay import SILENT_WRITES, as_recorded, is_random, random_state
-from .rules.table import Map, Rule, name_of, rule_for
+from .rules.table import Map, Rule, is_flat, name_of, rule_for
 from .seeing import DROPOUT, apart, drawn_once, functions_seen, python_body, writes_to
 from .signals import Signals, Spot, Storage, storage_of
 
@@ -65,6 +65,12 @@ class Operation:
     @property
     def arity(self) -> int:
         return 0 if self.rule is None else self.rule.arity
+
+    @property
+    def needs_error(self) -> bool:
+        """Whether exact mode needs d of the output: for weights, and for the curvature."""
+        flat = is_flat(self.func) if self.rule is None else self.rule.flat
+        return bool(self.weights) or not flat
 
     def call(self, values: list[Any]) -> list[Tensor]:
         """The operation as a pure function of its flat arguments: what it writes to, it gets a copy of."""

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from .gradients import Gradients
 from .rules import generic
+from .rules.table import is_flat
 from .tape import Operation
 
 Signal = list[Tensor | None]
@@ -26,23 +27,36 @@ class Visit:
         by_position = dict(zip((i for i, _ in self.op.active), self.t, strict=True))
         return [self.map.push(*(by_position.get(i) for i in range(self.op.arity)))]
 
-    def collect(self, gradients: Gradients, r: Signal | None = None) -> None:
-        """The gradients of p: d (x) mix, and for exact mode R{d} (x) a."""
+    @property
+    def flat(self) -> bool:
+        """Whether u is known to be (piecewise) linear in a: then R{d} needs neither d nor t here."""
+        if self.map is not None:
+            return self.map.pull is not None
+        return not self.op.weights and is_flat(self.op.func)
+
+    def collect(self, gradients: Gradients) -> None:
+        """The gradients of p that passes 2 and 3 give: d (x) mix."""
         if not self.op.weights or all(e is None for e in self.d):
             return
         if self.map is not None and self.d[0] is not None:
-            gradients.add_mapped(self.op, self.map, self.d[0], self.s, None if r is None else r[0])
+            gradients.add_mapped(self.op, self.map, self.d[0], self.s)
             return
         t = self.t if any(s is not None for s in self.t) else None
-        back, third, _ = generic.derive(self.op, self.d, t, r)
+        back, third, _ = generic.derive(self.op, self.d, t)
         for (_, weight), b, g in zip(self.op.weights, back, third, strict=True):
             gradients.add(weight, b, g)
 
+    def forget(self) -> None:
+        """Lets go of d and t, once what they give is collected."""
+        self.d, self.t, self.s = [None] * len(self.d), [None] * len(self.t), None
+
     def pull(self, r: Signal, gradients: Gradients, wanted: bool) -> Signal:
-        """Exact mode: R{d} of a from R{d} of u, and the gradients of p on the way."""
+        """Exact mode: R{d} of a from R{d} of u; of p the gradients R{d} (x) a, or all where the operation is curved."""
         if self.map is not None and self.map.pull is not None:
-            self.collect(gradients, r)
-            return [self.map.pull(r[0]) if wanted and r[0] is not None else None]
+            if r[0] is None:
+                return [None]
+            gradients.add_pulled(self.op, self.map, r[0])
+            return [self.map.pull(r[0]) if wanted else None]
         back, third, pulled = generic.derive(self.op, self.d, self.t, r, curvature=True)
         for (_, weight), b, g in zip(self.op.weights, back, third, strict=True):
             gradients.add(weight, b, g)

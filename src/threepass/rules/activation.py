@@ -6,7 +6,7 @@ from torch import Tensor
 from .table import Map, rule
 
 
-@rule(torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, reads="u")
+@rule(torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, reads="u", flat=True)
 def relu(u: Tensor, a: Tensor) -> Map:
     def masked(s: Tensor) -> Tensor:
         return torch.ops.aten.threshold_backward(s, u, 0)

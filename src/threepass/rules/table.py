@@ -39,7 +39,7 @@ class Map:
     signal: Tensor | None = None
     tangent: Callable[[Tensor], Tensor] = _same
     pull: Callable[[Tensor], Tensor] | None = None
-    grad: dict[Tensor, Callable[[Tensor, Tensor], Tensor]] = field(default_factory=dict)
+    grad: dict[Tensor, Callable[[Tensor, Any], Tensor]] = field(default_factory=dict)
     add: dict[Tensor, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
 
@@ -50,6 +50,7 @@ class Rule:
     make: Callable[..., Map | None]
     arity: int
     reads: str
+    flat: bool
 
 
 Make = Callable[..., Map | None]
@@ -57,17 +58,18 @@ Make = Callable[..., Map | None]
 _RULES: dict[Any, Rule] = {}
 
 
-def rule(*functions: Any, arity: int = 1, reads: str = "a") -> Callable[[Make], Make]:
+def rule(*functions: Any, arity: int = 1, reads: str = "a", flat: bool = False) -> Callable[[Make], Make]:
     """Registers a rule for torch functions, custom ops (`torch.ops.lib.name`) or `autograd.Function` classes.
 
     arity: only the first so many arguments may be active; a call with others is the generic rule's.
     reads: "a": the rule reads its arguments, and of u only shape and dtype; "u": it reads u, and of the first argument
         only shape and dtype (a rectifier's mask can be read off either); such a rule must serve every call.
+    flat: every map of this rule has a `pull`, so that exact mode need not keep the error of its output.
     """
 
     def register(make: Make) -> Make:
         for function in functions:
-            _RULES[key_of(function)] = Rule(make, arity, reads)
+            _RULES[key_of(function)] = Rule(make, arity, reads, flat)
         return make
 
     return register
