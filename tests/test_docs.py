@@ -1,5 +1,6 @@
 """The Python blocks of README and docs run, in order, as a reader would type them."""
 
+import json
 import re
 from pathlib import Path
 
@@ -22,6 +23,18 @@ def test_files_that_pages_name_exist():
     for page in PAGES:
         for name in re.findall(r"`((?:src|tests|docs|benchmarks|examples|results)/[\w./-]+\.\w+)`", page.read_text()):
             assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def test_measured_figures_are_those_of_the_result_files():
+    """A table behind a comment that names a file: its figures are the file's ratios of time and memory, in order."""
+    tables = re.findall(r"<!-- (results/\S+\.json) -->\n((?:\|.*\n)+)", (ROOT / "README.md").read_text())
+    assert tables
+    for name, table in tables:
+        measured = json.loads((ROOT / name).read_text())
+        shown = [re.findall(r"([\d.]+)x \|", row) for row in table.splitlines()[2:]]
+        assert shown == [[f"{m['ratio']:.2f}", f"{m['peak_ratio']:.2f}"] for m in measured["methods"].values()]
+        limits = re.findall(r"limit ([\d.]+)x", table)
+        assert limits == [f"{measured['limit'][mode]:.2f}" for mode in ("paper", "exact")]
 
 
 def test_the_refusal_in_add_a_rule_is_real(capsys):
