@@ -51,8 +51,8 @@ class Gradients:
             _accumulate(self.back, weight, back)
             _accumulate(self.third, weight, third)
         else:
-            _accumulate(self.mixed, weight, None if back is None else self.options.back * back)
-            _accumulate(self.mixed, weight, None if third is None else self.options.third * third)
+            _accumulate(self.mixed, weight, back, self.options.back)
+            _accumulate(self.mixed, weight, third, self.options.third)
 
     def _mix(self, a: Tensor | None, t: Tensor) -> Tensor:
         assert a is not None  # a tangent of the signal comes with the signal
@@ -80,12 +80,15 @@ class Gradients:
         return grads, {n: back[n] for n in names}, {n: third[n] for n in names}
 
 
-def _accumulate(terms: Terms, weight: Tensor, g: Tensor | None) -> None:
+def _accumulate(terms: Terms, weight: Tensor, g: Tensor | None, scale: float = 1.0) -> None:
     if g is None:
         return
     g = g.to(accumulate_dtype(weight.dtype))
-    old = terms.get(id(weight))
-    terms[id(weight)] = (weight, g if old is None else old[1] + g)
+    if id(weight) in terms:
+        g = torch.add(terms[id(weight)][1], g, alpha=scale)
+    elif scale != 1:
+        g = scale * g
+    terms[id(weight)] = (weight, g)
 
 
 def _by_name(parameters: dict[str, nn.Parameter], terms: Terms) -> dict[str, Tensor]:

@@ -51,10 +51,17 @@ class ThreePass:
         options = Options(self.alpha(self.calls), **self.options)
         r = run(self.model, self.loss_fn, x, y, options, third=self.calls % self.every == 0)
         self.calls += 1
-        named = dict(self.model.named_parameters())
-        with torch.inference_mode(False), torch.enable_grad():
-            grads = [
-                g if g.dtype == named[n].dtype else round_stochastically(g, named[n].dtype) for n, g in r.grads.items()
-            ]
-            torch.autograd.backward([named[name] for name in r.grads], grads)
+        add_to_grad(self.model, r)
         return r
+
+
+def add_to_grad(model: nn.Module, r: Result) -> None:
+    """Adds r.grads to `p.grad` by autograd's own accumulation; half parameters' gradients are rounded stochastically."""
+    named = dict(model.named_parameters())
+    parameters = [named[name] for name in r.grads]
+    with torch.inference_mode(False), torch.enable_grad():
+        grads = [
+            g if g.dtype == p.dtype else round_stochastically(g, p.dtype)
+            for p, g in zip(parameters, r.grads.values(), strict=True)
+        ]
+        torch.autograd.backward(parameters, grads)
