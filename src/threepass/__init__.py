@@ -1,12 +1,16 @@
 """Three-pass learning for PyTorch: train on the loss and on its gradient at the input, at 4/3 of the arithmetic."""
 
+from typing import Any
+
 from . import models, reference
 from .alignment import Alignment, alignment
 from .coverage import Coverage, coverage
 from .engine import Result, three_pass
 from .errors import NormalizationWarning, UnsupportedError
+from .init import init_
 from .rules import Map, rule
 from .step import ThreePass
+from .variances import variances
 
 __all__ = [
     "Alignment",
@@ -18,8 +22,19 @@ __all__ = [
     "UnsupportedError",
     "alignment",
     "coverage",
+    "fit",
+    "init_",
     "models",
     "reference",
     "rule",
     "three_pass",
+    "variances",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "fit":  # training needs more than torch
+        from .train.loop import fit
+
+        return fit
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

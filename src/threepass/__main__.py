@@ -1,0 +1,5 @@
+"""`python -m threepass`."""
+
+from .cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,94 @@
+"""Checkpoints: safetensors and JSON, no pickle, written whole or not at all.
+
+A checkpoint is a folder with `tensors.safetensors` (model, optimizer, sums of the epoch so far, random states) and
+`state.json` (what is no tensor: the optimizer's groups, the position, the config, versions). It is written beside its
+place and renamed into it, so that a crash leaves the one before.
+"""
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..replay import random_state, set_random_state
+
+FORMAT = 1
+
+
+def save(path: Path, model: nn.Module, optimizer: Optimizer, sums: dict[str, Tensor], state: dict[str, Any]) -> None:
+    """Writes a checkpoint to the folder `path`, in place of the one there."""
+    from safetensors.torch import save_file
+
+    device = next(model.parameters()).device.type
+    packed = optimizer.state_dict()
+    tensors = {f"model/{name}": z for name, z in model.state_dict().items()}
+    tensors |= {f"sum/{name}": z for name, z in sums.items()}
+    tensors |= {f"rng/{i}": z for i, z in enumerate(random_state(device))}
+    rest: dict[str, dict[str, Any]] = {}
+    for number, entries in packed["state"].items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer/{number}/{key}"] = value
+            else:
+                rest.setdefault(str(number), {})[key] = value
+    version, internal, gauss = random.getstate()
+    state = state | {
+        "format": FORMAT,
+        "torch": torch.__version__,
+        "optimizer": {"groups": packed["param_groups"], "rest": rest},
+        "python_random": [version, list(internal), gauss],
+    }
+    beside = path.with_name(path.name + ".new")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    save_file({k: z.detach().cpu().contiguous().clone() for k, z in tensors.items()}, beside / "tensors.safetensors")
+    (beside / "state.json").write_text(json.dumps(state, indent=1))
+    for file in (beside / "tensors.safetensors", beside / "state.json"):
+        with open(file, "rb") as written:
+            os.fsync(written.fileno())
+    old = path.with_name(path.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    beside.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load(path: Path, model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Puts model, optimizer and random states back; returns the sums and the rest of the state."""
+    from safetensors.torch import load_file
+
+    folder = find(path)
+    state = json.loads((folder / "state.json").read_text())
+    if state.get("format") != FORMAT:
+        raise ValueError(f"{folder}: written by another version (format {state.get('format')}, this reads {FORMAT})")
+    first = next(model.parameters())
+    tensors = load_file(folder / "tensors.safetensors", device=str(first.device))
+    model.load_state_dict({k.removeprefix("model/"): z for k, z in tensors.items() if k.startswith("model/")})
+    packed: dict[int, dict[str, Any]] = {}
+    for key, z in tensors.items():
+        if key.startswith("optimizer/"):
+            _, number, name = key.split("/", 2)
+            packed.setdefault(int(number), {})[name] = z
+    for number, entries in state["optimizer"]["rest"].items():
+        packed.setdefault(int(number), {}).update(entries)
+    optimizer.load_state_dict({"state": packed, "param_groups": state["optimizer"]["groups"]})
+    rng = [tensors[k].cpu() for k in sorted(k for k in tensors if k.startswith("rng/"))]
+    set_random_state(rng, first.device.type)
+    version, internal, gauss = state["python_random"]
+    random.setstate((version, tuple(internal), gauss))
+    return {k.removeprefix("sum/"): z for k, z in tensors.items() if k.startswith("sum/")}, state
+
+
+def find(path: Path) -> Path:
+    """The checkpoint at `path`; the one before, if a crash came between the two renames."""
+    for folder in (path, path.with_name(path.name + ".old")):
+        if (folder / "state.json").exists():
+            return folder
+    raise FileNotFoundError(f"no checkpoint at {path}: a run writes one after every epoch; start it without resume")

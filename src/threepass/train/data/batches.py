@@ -1,0 +1,100 @@
+"""Batches cut from a split on its own device, the same on every device for the same seed."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .dataset import Split
+
+PAD = 4
+
+
+class Batches:
+    """Epochs of batches (x, y) from a split: x float32, B x C x H x W, y int64, B.
+
+        x = (pixels - mean) / std, if normalise = (mean, std), with pixels 0 to 1;
+
+    augment then pads with zeros by 4 and takes a random crop of the old size, mirrored left to right half of the time.
+    Order, crops and flips are a pure function of (seed, epoch number, place in the epoch), drawn on the CPU, so that
+    devices agree and `epoch(number, start=k)` goes on at batch k as if it had never stopped.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        batch_size: int,
+        *,
+        normalise: tuple[Sequence[float], Sequence[float]] | None,
+        augment: bool = False,
+        shuffle: bool = True,
+        seed: int,
+        drop_last: bool = False,
+        channels_last: bool = False,
+    ):
+        if batch_size < 1 or (drop_last and batch_size > len(split)):
+            raise ValueError(f"batch_size must be at least 1, with drop_last at most {len(split)}; got {batch_size}")
+        if split.x.dim() != 4 and (augment or channels_last):
+            raise ValueError(f"augment and channels_last need images, N x C x H x W; got {tuple(split.x.shape)}")
+        if seed < 0:
+            raise ValueError(f"seed must not be negative, got {seed}")
+        self.split, self.batch_size, self.drop_last = split, batch_size, drop_last
+        self.augment, self.shuffle, self.seed = augment, shuffle, seed
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        self.scale, self.shift = _affine(split.x, normalise)
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return len(self.split) // self.batch_size if self.drop_last else -(-len(self.split) // self.batch_size)
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of an epoch from batch `start` on."""
+        if not 0 <= start <= len(self):
+            raise ValueError(f"start must be within 0 to {len(self)} (the batches of an epoch), got {start}")
+        # One draw and one copy to the device for the whole epoch: no batch waits for the host.
+        drawn = torch.from_numpy(self._draw(number)).to(self.split.x.device)
+        places = drawn.split(self.batch_size, dim=1)[start : len(self)]
+        return (self._batch(*place) for place in places)
+
+    def _draw(self, number: int) -> np.ndarray:
+        """4 x N whole numbers: for every place in the epoch the example, the crop's top and left, whether to flip."""
+        rng = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(number,)))
+        n = len(self.split)
+        order = rng.permutation(n) if self.shuffle else np.arange(n)
+        return np.stack([order, *rng.integers(0, 2 * PAD + 1, (2, n)), rng.integers(0, 2, n)])
+
+    def _batch(self, example: Tensor, top: Tensor, left: Tensor, flip: Tensor) -> tuple[Tensor, Tensor]:
+        # Product and sum, each rounded by itself, are the same bits on every device; a division need not be.
+        x = self.split.x[example].float().mul_(self.scale).add_(self.shift)
+        if self.augment:
+            x = crop_and_flip(x, top, left, flip.bool())
+        return x.contiguous(memory_format=self.memory_format), self.split.y[example]
+
+
+def crop_and_flip(x: Tensor, top: Tensor, left: Tensor, flip: Tensor) -> Tensor:
+    """Zero-pads B x C x H x W by 4, cuts H x W out again at (top, left), each B of 0 to 8, mirrored where flip, B bool.
+
+    out[b, c, i, j] = padded[b, c, top[b] + i, left[b] + (W - 1 - j if flip[b] else j)]
+    """
+    height, width = x.shape[-2:]
+    image = torch.arange(len(x), device=x.device)[:, None, None]
+    row = top[:, None] + torch.arange(height, device=x.device)
+    column = torch.arange(width, device=x.device)
+    column = left[:, None] + torch.where(flip[:, None], column.flip(0), column)
+    padded = F.pad(x, (PAD, PAD, PAD, PAD)).permute(0, 2, 3, 1)
+    return padded[image, row[:, :, None], column[:, None, :]].permute(0, 3, 1, 2)
+
+
+def _affine(x: Tensor, normalise: tuple[Sequence[float], Sequence[float]] | None) -> tuple[Tensor, Tensor]:
+    """scale and shift, C x 1 x 1, with scale * x + shift = (pixels - mean) / std."""
+    channels = x.shape[1]
+    mean, std = ([0.0] * channels, [1.0] * channels) if normalise is None else normalise
+    if len(mean) != channels or len(std) != channels:
+        raise ValueError(f"normalise needs {channels} means and stds, one a channel; got {len(mean)} and {len(std)}")
+    one = 255 if x.dtype == torch.uint8 else 1
+    shape = (channels, *[1] * (x.dim() - 2))
+    scale = torch.tensor([1 / (one * s) for s in std]).view(shape)
+    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(shape)
+    return scale.to(x.device), shift.to(x.device)

@@ -1,0 +1,130 @@
+"""A data set: two splits on one device, with what is needed to normalise them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from .formats import DataError
+
+Device = torch.device | str
+
+
+@dataclass(frozen=True)
+class Split:
+    """Examples and their labels.
+
+    x is N x C x H x W or N x F, uint8 (pixels, 255 stands for 1) or float32; y is N, int64; both on one device.
+    """
+
+    x: Tensor
+    y: Tensor
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def to(self, device: Device) -> "Split":
+        return Split(self.x.to(device), self.y.to(device))
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Training and validation split; mean and std of every channel of the training split, in units of pixels 0 to 1.
+
+    `classes` names the classes in the order of their labels; without names, they are called "0", "1" and so on.
+    """
+
+    train: Split
+    val: Split
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    classes: tuple[str, ...]
+    name: str
+
+
+def from_dataset(train: Dataset, val: Dataset, name: str = "dataset", device: Device = "cpu") -> DataSet:
+    """A DataSet from two torch Datasets of pairs (x, label).
+
+    x is a tensor or array, C x H x W, H x W or F, or a PIL image. Every example is read once, so transforms should not
+    be random: augment with `Batches`.
+    """
+    return assemble(_read("train", train), _read("val", val), name, device=device)
+
+
+def assemble(
+    train: Split, val: Split, name: str, classes: tuple[str, ...] | None = None, device: Device = "cpu"
+) -> DataSet:
+    """Checks that the splits belong together, measures the training split and moves both to the device.
+
+    mean_c and std_c are over N, H and W, std with divisor N; a constant channel gets std 1.
+    """
+    if train.x.shape[1:] != val.x.shape[1:] or train.x.dtype != val.x.dtype:
+        shapes = " and ".join(f"{split.x.dtype} {tuple(split.x.shape)}" for split in (train, val))
+        raise DataError(f"{name}: training and validation examples differ in kind: {shapes}")
+    low, high = (int(end) for end in torch.cat([train.y, val.y]).aminmax())
+    classes = classes or tuple(map(str, range(high + 1)))
+    if low < 0 or high >= len(classes):
+        raise DataError(f"{name}: labels run from {low} to {high}, not within 0 to {len(classes) - 1}")
+    mean, std = zip(*(_measure(train.x[:, c]) for c in range(train.x.shape[1])), strict=True)
+    if not np.isfinite(mean).all():
+        raise DataError(f"{name}: the training examples hold NaN or infinity")
+    return DataSet(train.to(device), val.to(device), mean, std, classes, name)
+
+
+def make_split(x: Any, y: Any, what: str) -> Split:
+    """A Split from arrays or tensors: N x H x W gets a channel axis; x other than uint8 becomes float32."""
+    x, y = torch.as_tensor(x), torch.as_tensor(y)
+    if len(x) == 0 or y.shape != x.shape[:1] or x.dim() not in (2, 3, 4):
+        raise DataError(
+            f"{what}: x must be N x C x H x W, N x H x W or N x F and y N, with N > 0; "
+            f"got {tuple(x.shape)} and {tuple(y.shape)}"
+        )
+    if y.is_floating_point() or y.is_complex():
+        raise DataError(f"{what}: y must be whole numbers, class 0 to K - 1; got {y.dtype}")
+    if x.dtype != torch.uint8:
+        x = x.float()
+    return Split(x[:, None] if x.dim() == 3 else x, y.long())
+
+
+def _read(what: str, dataset: Dataset) -> Split:
+    examples: list[Tensor] = []
+    labels = []
+    for x, label in _items(dataset):
+        x = _image(x)
+        if examples and x.shape != examples[0].shape:
+            raise DataError(
+                f"{what}: example {len(examples)} is {tuple(x.shape)}, the first is {tuple(examples[0].shape)}"
+            )
+        examples.append(x)
+        labels.append(int(label))
+    if not examples:
+        raise DataError(f"{what}: the dataset is empty")
+    return make_split(torch.stack(examples), torch.tensor(labels), what)
+
+
+def _items(dataset: Any) -> Iterator[tuple[Any, Any]]:
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return (dataset[i] for i in range(len(dataset)))
+    return iter(dataset)
+
+
+def _image(x: Any) -> Tensor:
+    if hasattr(x, "getbands"):  # a PIL image: H x W, or H x W x C
+        pixels = torch.tensor(np.asarray(x))
+        return pixels.movedim(-1, 0) if pixels.dim() == 3 else pixels
+    return torch.as_tensor(x)
+
+
+def _measure(channel: Tensor) -> tuple[float, float]:
+    if channel.dtype == torch.uint8:  # from the histogram: exact, and without a wide copy of the pixels
+        count = channel.flatten().bincount(minlength=256).double()
+        value = torch.arange(256, dtype=torch.float64) / 255
+        mean = (count @ value) / count.sum()
+        std = ((count @ (value - mean) ** 2) / count.sum()).sqrt()
+    else:
+        mean, std = channel.double().mean(), channel.double().std(correction=0)
+    return mean.item(), std.item() or 1.0

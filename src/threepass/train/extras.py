@@ -1,0 +1,12 @@
+"""Packages that only training needs, imported when they are used."""
+
+from importlib import import_module
+from typing import Any
+
+
+def require(module: str, purpose: str) -> Any:
+    """The module, or an ImportError that says what wants it and what to install."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{purpose} needs {module}: pip install 'threepass[train]'") from error

@@ -1,0 +1,72 @@
+"""The program: help, exit codes, one line for a bad value, runs that never overwrite each other."""
+
+import dataclasses
+import json
+
+import pytest
+
+from threepass.cli import commands, main
+from threepass.train.config import Config
+
+FAST = ["--epochs", "1", "--model-options", '{"sizes": [64, 8, 10]}']
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_help_is_complete(capsys):
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in commands())
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for field in dataclasses.fields(Config):
+        assert "--" + field.name.replace("_", "-") in shown
+
+
+def test_train_writes_a_run_and_resumes_it(own_folder, capsys):
+    assert main(["train", *FAST, "--alpha", "0.8", "--name", "one"]) == 0
+    assert "validation error" in capsys.readouterr().out
+    run = json.loads((own_folder / "runs" / "one" / "run.json").read_text())
+    assert run["config"]["alpha"] == 0.8
+    assert main(["train", *FAST, "--name", "one"]) == 0
+    assert {p.name for p in (own_folder / "runs").iterdir()} == {"one", "one-2"}
+    assert main(["train", "--resume", "runs/one"]) == 0
+    assert "runs/one: epoch 1" in capsys.readouterr().out
+
+
+def test_data_says_what_is_there(capsys):
+    assert main(["data", "digits"]) == 0
+    assert "1437 training and 360 validation examples of shape (1, 8, 8), 10 classes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["train", "--data", "nowhere"], 1, "neither a folder nor one of the sets"),
+        (["train", "--model", "foo"], 1, "unknown model 'foo'"),
+        (["train", "--model", "no_such_module:net"], 1, "importing 'no_such_module' failed"),
+        (["train", "--init", "magic"], 1, "magic"),
+        (["train", "--alpha", "3"], 2, "alpha must be a number in [0, 1]"),
+        (["train", "--schedule", "sine"], 2, "schedule must be one of constant, step"),
+        (["train", "--epoch", "3"], 2, "--epochs"),
+        (["train", "--resume", "runs/none"], 1, "holds no run"),
+        (["fly"], 2, "fly"),
+        (["data", "mnist", "--data-dir", "empty"], 1, "threepass data mnist --download"),
+    ],
+)
+def test_bad_values_get_words_and_no_traceback(arguments, code, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(arguments) == code
+    said = capsys.readouterr()
+    assert message in " ".join((said.err + said.out).replace("│", " ").split())
+    assert "Traceback" not in said.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_debug_shows_the_error_itself():
+    with pytest.raises(FileNotFoundError):
+        main(["train", "--data", "nowhere", "--debug"])

@@ -1,0 +1,227 @@
+"""fit: Algorithm 1, schedules, checkpoints that go on as if nothing had happened, metrics."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import threepass
+from threepass.train import checkpoint
+from threepass.train.config import Config
+from threepass.train.data import DataSet, Split
+from threepass.train.loop import Trainer, fit
+
+
+def data(n=40, classes=3) -> DataSet:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (n + 20, 1, 6, 6), generator=g, dtype=torch.uint8)
+    y = x.float().mean((1, 2, 3)).argsort().argsort() * classes // (n + 20)
+    parts = [Split(x[:n], y[:n]), Split(x[n:], y[n:])]
+    return DataSet(*parts, mean=(0.5,), std=(0.3,), classes=tuple(map(str, range(classes))), name="made")
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    layers = [nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(144, 3))
+
+
+def simple() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
+RUNS = {
+    "sgd": {"lr": 0.05, "augment": True},
+    "adamw-exact-cosine": {"optimizer": "adamw", "lr": 0.01, "mode": "exact", "schedule": "cosine", "warmup": 1},
+    "as-printed": {"update": "epoch", "reduction": "sample", "alpha": 0.9},
+    "moving-alpha": {"alpha": 1.0, "alpha_end": 0.3, "every": 2, "schedule": "step", "weight_decay": 1e-3},
+    "rmsprop-strength": {"optimizer": "RMSprop", "lr": 0.003, "strength": 0.1, "align_every": 2},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_resuming_after_any_step_changes_no_bit(name, tmp_path):
+    settings = {"epochs": 3, "batch_size": 16, **RUNS[name]}
+    torch.manual_seed(5)
+    whole = fit(net(), data(), **settings)
+    for stop in [(0, 1), (0, 3), (1, 2), (2, 3)]:
+        folder = tmp_path / f"{stop[0]}-{stop[1]}"
+
+        def interrupt(epoch, done, stop=stop):
+            if (epoch, done) == stop:
+                raise KeyboardInterrupt
+
+        torch.manual_seed(5)
+        with pytest.raises(KeyboardInterrupt):
+            fit(net(), data(), folder=folder, after_step=interrupt, **settings)
+        torch.manual_seed(99)  # another process has other random states
+        model = net()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        again = fit(model, data(), folder=folder, resume=True, **settings)
+        for (key, z), other in zip(again.model.state_dict().items(), whole.model.state_dict().values(), strict=True):
+            assert torch.equal(z, other), f"{key} after stopping at {stop}"
+        drop = "seconds"
+        assert [{k: v for k, v in m.items() if k != drop} for m in again.history] == [
+            {k: v for k, v in m.items() if k != drop} for m in whole.history
+        ]
+
+
+def test_algorithm_1_as_printed():
+    """Sums over the set, one update an epoch, by hand: w <- w - eta (alpha sum dl_i/dw + (1 - alpha) sum dl_x,i/dw)."""
+    made, eta, alpha = data(), 0.002, 0.7
+    by_hand = simple()
+    m = len(made.train.y)
+    x = (made.train.x.float() / 255 - 0.5) / 0.3
+    totals = []
+    for _ in range(2):
+        sums = {n: torch.zeros_like(p) for n, p in by_hand.named_parameters()}
+        error = input_error = 0.0
+        for i in range(m):
+            r = threepass.three_pass(
+                by_hand, F.cross_entropy, x[i : i + 1], made.train.y[i : i + 1], alpha=alpha, reduction="sample"
+            )
+            error, input_error = error + r.loss.item(), input_error + r.input_loss.item()
+            for n, g in r.grads.items():
+                sums[n] += g
+        totals.append((error, input_error))
+        with torch.no_grad():
+            for n, p in by_hand.named_parameters():
+                p -= eta * sums[n]
+    settings = {"update": "epoch", "reduction": "sample", "alpha": alpha, "lr": eta * m, "momentum": 0.0}
+    result = fit(simple(), made, epochs=2, batch_size=7, **settings)
+    for p, q in zip(result.model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+    assert (result.E, result.E_x) == pytest.approx(totals[-1], rel=1e-4)
+    assert [m["E"] for m in result.history] == pytest.approx([t[0] for t in totals], rel=1e-4)
+
+
+def test_stops_at_epsilon():
+    result = fit(simple(), data(), epochs=50, batch_size=10, alpha=1.0, lr=0.1, epsilon=20.0)
+    assert result.E <= 20
+    assert all(m["E"] > 20 for m in result.history[:-1])
+    assert len(result.history) < 50
+
+
+def test_learns_and_writes_metrics(tmp_path):
+    result = fit(simple(), data(), epochs=12, batch_size=10, alpha=0.5, folder=tmp_path / "run", align_every=4)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == result.history
+    assert [m["epoch"] for m in lines] == list(range(1, 13))
+    first, last = lines[0], lines[-1]
+    assert last["train_loss"] < 0.7 * first["train_loss"]
+    assert last["E"] == pytest.approx(40 * last["train_loss"])
+    assert abs(last["grad_cosine"]) <= 1
+    assert "alignment_cosine" in lines[3]
+    assert "alignment_cosine" not in lines[2]
+    assert last["E"] == result.E
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+
+
+def test_validation_input_loss_is_the_per_sample_mean():
+    made, model = data(), simple()
+    trainer = Trainer(model, made, Config(batch_size=7), None)
+    x = ((made.val.x.float() / 255 - 0.5) / 0.3).requires_grad_()
+    (dx,) = torch.autograd.grad(F.cross_entropy(model(x), made.val.y, reduction="sum"), x)
+    assert trainer.evaluate()["input_loss"] == pytest.approx(0.5 * dx.square().sum().item() / len(x), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"schedule": "step", "milestones": (0.5, 0.75)}, [1, 1, 0.1, 0.01]),
+        ({"schedule": "cosine"}, [1, 0.8535534, 0.5, 0.1464466]),
+        ({"warmup": 2}, [0.5, 1, 1, 1]),
+        ({"eta_over_alpha": True, "alpha": 0.25}, [4, 4, 4, 4]),
+    ],
+)
+def test_learning_rates(settings, expected):
+    trainer = Trainer(simple(), data(), Config(epochs=4, batch_size=40, lr=1.0, **settings), None)
+    assert [trainer._lr(i) for i in range(4)] == pytest.approx(expected)
+
+
+def test_ctrl_c_stops_after_the_step_and_saves(tmp_path, capsys):
+    before = signal.getsignal(signal.SIGINT)
+
+    def press(epoch, done):
+        if (epoch, done) == (1, 2):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(simple(), data(), folder=tmp_path, epochs=5, batch_size=10, after_step=press)
+    assert "resume=True" in capsys.readouterr().out
+    assert json.loads((tmp_path / "checkpoint" / "state.json").read_text())["position"] == [1, 2]
+    assert signal.getsignal(signal.SIGINT) is before
+    assert len(fit(simple(), data(), folder=tmp_path, resume=True, epochs=5, batch_size=10).history) == 5
+
+
+def test_a_crash_while_saving_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    settings = {"epochs": 2, "batch_size": 10}
+    fit(simple(), data(), folder=tmp_path, **settings)
+    good = (tmp_path / "checkpoint" / "tensors.safetensors").read_bytes()
+    model = simple()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+    original = Path.rename
+
+    def crash(self, target):
+        if self.name == "checkpoint.new":
+            raise OSError("power cut")
+        return original(self, target)
+
+    monkeypatch.setattr(Path, "rename", crash)
+    with pytest.raises(OSError, match="power cut"):
+        checkpoint.save(tmp_path / "checkpoint", model, optimizer, {}, {})
+    monkeypatch.undo()
+    assert (checkpoint.find(tmp_path / "checkpoint") / "tensors.safetensors").read_bytes() == good
+    assert len(fit(simple(), data(), folder=tmp_path, resume=True, **settings).history) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"learning_rate": 1}, "unknown setting 'learning_rate'"),
+        ({"epoch": 3}, "did you mean 'epochs'"),
+        ({"alpha": 2}, "alpha must be a number"),
+        ({"schedule": "sine"}, "schedule must be one of constant, step, cosine"),
+        ({"optimizer": "sgdx"}, "optimizer must be one of sgd, adam, adamw or a class of torch.optim"),
+        ({"epochs": 0}, "epochs must be at least 1"),
+        ({"lr": 0}, "lr must be positive"),
+        ({"eta_over_alpha": True, "strength": 1.0}, "no strength"),
+        ({"label_smoothing": 1}, "label_smoothing must be"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        fit(simple(), data(), **settings)
+
+
+def test_resume_refuses_other_settings_and_missing_checkpoints(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        fit(simple(), data(), folder=tmp_path / "none", resume=True)
+    with pytest.raises(ValueError, match="resume needs the folder"):
+        fit(simple(), data(), resume=True)
+    fit(simple(), data(), folder=tmp_path, epochs=1, batch_size=10)
+    with pytest.raises(ValueError, match="other settings of epochs, lr"):
+        fit(simple(), data(), folder=tmp_path, resume=True, epochs=2, batch_size=10, lr=0.2)
+
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+
+
+@pytest.mark.skipif(not (SHARED / "mnist").exists(), reason="the real MNIST files are not beside the checkout")
+def test_mnist_in_one_epoch():
+    from threepass.train.data import load
+
+    mnist = load("mnist", SHARED / "mnist")
+    for alpha in (1.0, 0.8):
+        torch.manual_seed(0)
+        model = threepass.models.mlp(784, 512, 10)
+        result = fit(model, mnist, epochs=1, alpha=alpha, lr=0.1, eta_over_alpha=True)
+        assert result.history[0]["val_error"] < 0.06
