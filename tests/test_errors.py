@@ -209,6 +209,7 @@ def test_norms_warn_once_in_paper_mode_only():
         call(model)
     call(model)
     (warning,) = caught
+    assert warning.filename == __file__
     for word in ("batch_norm", "layer_norm", 'mode="exact"', "alignment"):
         assert word in str(warning.message)
     call(norm_net(), mode="exact")
@@ -216,3 +217,20 @@ def test_norms_warn_once_in_paper_mode_only():
     call(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)).eval())
     threepass.alignment(norm_net(), F.cross_entropy, X, Y)
     threepass.coverage(norm_net(), X)
+
+
+def test_parameters_outside_the_model_are_named_once():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, out, y):
+            return F.cross_entropy(out * self.scale, y)
+
+    model, criterion = net(), Scaled()
+    with pytest.warns(threepass.LeftOutWarning, match="no parameters of the model") as caught:
+        call(model, criterion)
+    assert caught[0].filename == __file__
+    call(model, criterion)
+    call(net(), criterion.requires_grad_(False))

@@ -6,7 +6,7 @@ from . import models, reference
 from .alignment import Alignment, alignment
 from .coverage import Coverage, coverage
 from .engine import Result, three_pass
-from .errors import NormalizationWarning, UnsupportedError
+from .errors import LeftOutWarning, NormalizationWarning, UnsupportedError
 from .init import init_
 from .rules import Map, rule
 from .step import ThreePass
@@ -15,6 +15,7 @@ from .variances import variances
 __all__ = [
     "Alignment",
     "Coverage",
+    "LeftOutWarning",
     "Map",
     "NormalizationWarning",
     "Result",

@@ -10,7 +10,7 @@ Shape = tuple[int, tuple[str, ...], TreeSpec | None]
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Shape]:
     """Every argument is one value, but for containers that hold tensors, which are opened."""
-    values: list[Any] = [*args, *kwargs.values()]
+    values: list[Any] = [_kept(v) for v in (*args, *kwargs.values())]
     if not any(_holds_tensors(v) for v in values):
         return values, (len(args), tuple(kwargs), None)
     flat, spec = tree_flatten(values)
@@ -29,6 +29,15 @@ def tensors_in(out: Any) -> list[Tensor]:
     if isinstance(out, Tensor):
         return [out]
     return [z for z in tree_leaves(out) if isinstance(z, Tensor)] if _holds_tensors(out) else []
+
+
+def _kept(value: Any) -> Any:
+    """The value, with copies of lists in it, which the caller may change later."""
+    if isinstance(value, list):
+        return [_kept(v) for v in value]
+    if type(value) is tuple and any(isinstance(v, (list, tuple)) for v in value):
+        return tuple(_kept(v) for v in value)
+    return value
 
 
 def _holds_tensors(value: Any) -> bool:

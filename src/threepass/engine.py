@@ -17,12 +17,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from . import exact
-from .errors import UnsupportedError
+from .errors import LeftOutWarning, UnsupportedError
 from .gradients import Gradients
 from .options import Options, check_loss, check_model, check_x
 from .precision import accumulate_dtype, error_gain, start
 from .seeing import functions_seen
-from .surroundings import inputs_inside, paths_kept, trainable_surroundings, unchanged_on_error, warn_of_norms
+from .surroundings import (
+    inputs_inside,
+    paths_kept,
+    trainable_surroundings,
+    unchanged_on_error,
+    warn_of_norms,
+    warn_once,
+)
 from .tape import Operation, Record
 from .visit import Visit
 
@@ -101,6 +108,8 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, pat
         # Pass 2: backward, down to the input. Of the effective batch's mean loss, this part has samples / batch.
         gain = error_gain(tape.half, batch)
         dx, d = backward(tape, loss, gain * samples / batch, everything=options.exact)
+        if options.exact and any(op.bent for op in tape.operations):
+            tape.problem("register_hook", "a tensor's hook changes its error", 'use mode="paper", or remove the hook')
 
         # Pass 3: forward again, from t_0 = c dl_i/dx_i. A weight's gradient is taken as soon as its tangent is there.
         third = third and (options.third > 0 or options.separate)
@@ -112,6 +121,13 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, pat
             forward_again(tape, dx, t_0 if third else None, d, gradients)
         if tape.problems:
             raise UnsupportedError(tape.problems)
+        if warn and (count := gradients.left_out(model)):
+            warn_once(
+                model,
+                f"{count} tensor(s) that need gradients take part and are no parameters of the model (of the loss, "
+                "say): three passes give them none. Put them into the model, or set requires_grad_(False)",
+                LeftOutWarning,
+            )
         grads, backprop_grads, third_grads = gradients.finish(model)
 
     squares = torch.stack([g.to(accumulate_dtype(g.dtype)).div(gain).square().sum() for g in dx]).sum()
@@ -137,7 +153,7 @@ def forward(model, loss_fn, x, y, options: Options, tape: Record, paths: bool) -
         else:
             tape.inside = True
             stack.enter_context(inputs_inside(model, tape, options.input_at))
-        stack.enter_context(functions_seen(tape))
+        stack.enter_context(functions_seen())
         stack.enter_context(tape)
         output = model(*x) if isinstance(x, tuple) else model(**x) if isinstance(x, Mapping) else model(x)
         loss = loss_fn(output, y)
@@ -145,9 +161,11 @@ def forward(model, loss_fn, x, y, options: Options, tape: Record, paths: bool) -
         where = "no embedding" if options.input_at is None else f"input_at={options.input_at!r}: that module did not"
         raise ValueError(f"{where} run, so there is no input to go back to")
     check_loss(loss)
+    if tape.is_active(loss):
+        tape.check_known("loss_fn", loss)
+    if tape.problems and (not tape.is_active(loss) or not tape.operations):
+        raise UnsupportedError(tape.problems)
     if not tape.is_active(loss):
-        if tape.problems:
-            raise UnsupportedError(tape.problems)
         raise ValueError(
             "the loss does not depend on the input: is it computed under no_grad, or from detached tensors?"
         )
@@ -164,6 +182,9 @@ def backward(tape: Record, loss: Tensor, seed: float, everything: bool) -> tuple
     dx = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, errors, strict=False)]
     rest = iter(errors[len(leaves) :])
     d = {op: [op.error_at_output(next(rest)) for _ in op.edges] for op in ops}
+    for op in ops:
+        for i, changed in op.bent.items():
+            d[op][i] = changed
     return dx, d
 
 

@@ -28,5 +28,9 @@ class UnsupportedError(RuntimeError):
         )
 
 
+class LeftOutWarning(UserWarning):
+    """A tensor that needs a gradient takes part, and is no parameter of the model: it gets none."""
+
+
 class NormalizationWarning(UserWarning):
     """Paper mode leaves out the curvature of normalisation layers; `mode="exact"` does not."""

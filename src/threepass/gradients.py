@@ -1,5 +1,7 @@
 """The weights' gradients: pass 2's and pass 3's, mixed in one product or kept apart, and on to the parameters."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -60,13 +62,19 @@ class Gradients:
             return torch.add(a, t, alpha=self.options.third)
         return torch.lerp(t, a, self.options.back)
 
+    def left_out(self, model: nn.Module) -> int:
+        """How many leaves took part that are no parameters of the model."""
+        own = {id(p) for p in model.parameters()}
+        terms = {**self.mixed, **self.back, **self.third}
+        return sum(weight.is_leaf and key not in own for key, (weight, _) in terms.items())
+
     def finish(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor] | None, dict[str, Tensor] | None]:
         """r.grads, r.backprop_grads and r.third_grads, by parameter name."""
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.split:
             return _by_name(parameters, self.mixed), None, None
         back, third = (
-            {name: g.to(accumulate_dtype(g.dtype)) * unscale for name, g in _by_name(parameters, terms).items()}
+            {name: _dense(g) * unscale for name, g in _by_name(parameters, terms).items()}
             for terms, unscale in zip((self.back, self.third), self.unscale, strict=True)
         )
         for name in back.keys() | third.keys():
@@ -78,6 +86,10 @@ class Gradients:
         if not self.options.separate:
             return grads, None, None
         return grads, {n: back[n] for n in names}, {n: third[n] for n in names}
+
+
+def _dense(g: Tensor) -> Tensor:
+    return (g.to_dense() if g.is_sparse else g).to(accumulate_dtype(g.dtype))
 
 
 def _accumulate(terms: Terms, weight: Tensor, g: Tensor | None, scale: float = 1.0) -> None:
@@ -98,8 +110,23 @@ def _by_name(parameters: dict[str, nn.Parameter], terms: Terms) -> dict[str, Ten
     computed = [(weight, g.to(weight.dtype)) for weight, g in terms.values() if not weight.is_leaf]
     if computed:
         weights, errors = zip(*computed, strict=True)
-        chained = torch.autograd.grad(weights, list(parameters.values()), errors, retain_graph=True, allow_unused=True)
+        wanted = list(parameters.values())
+        with _hooks_off(wanted):
+            chained = torch.autograd.grad(weights, wanted, errors, retain_graph=True, allow_unused=True)
         for name, g in zip(parameters, chained, strict=True):
             if g is not None:
                 grads[name] = grads[name] + g if name in grads else g
     return grads
+
+
+@contextlib.contextmanager
+def _hooks_off(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Parameters' hooks are for what goes into `p.grad`, not for the chain rule on the way there."""
+    hooked = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
+    for hooks, _ in hooked:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in hooked:
+            hooks.update(kept)

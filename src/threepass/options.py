@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ class Options:
             if self.alpha != Options.alpha or self.reduction != Options.reduction:
                 raise ValueError("give strength, or alpha and reduction, not both: strength replaces them")
         size = self.batch_size
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        if size is not None and (not isinstance(size, Integral) or isinstance(size, bool) or size < 1):
             raise ValueError(f"batch_size must be a positive whole number, got {size!r}")
 
     @property
@@ -100,4 +101,4 @@ def check_loss(loss: Any) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -14,13 +14,34 @@ ATTENTION = torch.nn.functional.scaled_dot_product_attention
 MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 SILENT_WRITES = {torch.batch_norm: (3, 4), torch.instance_norm: (3, 4)}  # running statistics: no version counter moves
-_RANDOM = {"alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_", "rrelu", "rrelu_"}
+_RANDOM = {
+    *(
+        "alpha_dropout",
+        "feature_alpha_dropout",
+        "rrelu",
+        "rrelu_with_noise",
+        "bernoulli",
+        "binomial",
+        "poisson",
+        "normal",
+    ),
+    *(
+        "_standard_gamma",
+        "_sample_dirichlet",
+        "multinomial",
+        "uniform",
+        "exponential",
+        "log_normal",
+        "cauchy",
+        "geometric",
+    ),
+}
 
 
 def is_random(func: Callable[..., Any], values: list[Any]) -> bool:
     """Whether a call may draw random numbers: those of user-defined operations may."""
     drops = func in (ATTENTION, MULTI_HEAD) and any(isinstance(v, float) and v > 0 for v in values)
-    return is_users(func) or drops or func in _RECURRENT or name_of(func) in _RANDOM
+    return is_users(func) or drops or func in _RECURRENT or name_of(func).removesuffix("_") in _RANDOM
 
 
 def random_state(device: str) -> list[Tensor]:

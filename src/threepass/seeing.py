@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import re
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -22,37 +23,56 @@ DROPOUT = {torch.dropout: torch.mul, torch.dropout_: Tensor.mul_,
            torch.feature_dropout: torch.mul, torch.feature_dropout_: Tensor.mul_}  # fmt: skip
 
 
+class SeesFunctions(TorchFunctionMode):
+    """A mode that is shown calls of `autograd.Function.apply`, which is no torch function, while `functions_seen`."""
+
+
+_lock = threading.Lock()
+_users = 0
+_original: Any = None
+
+
 @contextlib.contextmanager
-def functions_seen(tape: TorchFunctionMode) -> Iterator[None]:
-    """`autograd.Function.apply` is no torch function: within this context the tape sees it all the same."""
-    original = Function.__dict__["apply"]
-
-    def apply(cls, *args, **kwargs):
-        func = types.MethodType(original.__func__, cls)
-        if not torch._C._is_torch_function_mode_enabled() or _get_current_function_mode() is not tape:
-            return func(*args, **kwargs)
-        if cls is CheckpointFunction:  # its backward works in loss.backward() only: run what it wraps
-            return args[0](*args[2:])
-        if cls.__module__ == CheckpointFunction.__module__:  # other checkpoints' own bookkeeping
-            return func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            return tape.__torch_function__(func, (), args, kwargs)
-
-    setattr(Function, "apply", classmethod(apply))  # noqa: B010
+def functions_seen() -> Iterator[None]:
+    """Puts a wrapper around `autograd.Function.apply` that asks whether this thread has a mode to show the call to."""
+    global _users, _original
+    with _lock:
+        _users += 1
+        if _users == 1:
+            _original = Function.__dict__["apply"]
+            setattr(Function, "apply", classmethod(_shown_apply))  # noqa: B010
     try:
         yield
     finally:
-        setattr(Function, "apply", original)  # noqa: B010
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                setattr(Function, "apply", _original)  # noqa: B010
+
+
+def _shown_apply(cls, *args, **kwargs):
+    func = types.MethodType(_original.__func__, cls)
+    enabled = torch._C._is_torch_function_mode_enabled()
+    modes = [m for m in _get_current_function_mode_stack() if isinstance(m, SeesFunctions)] if enabled else []
+    if not modes:
+        return func(*args, **kwargs)
+    if cls is CheckpointFunction:  # its backward works in loss.backward() only: run what it wraps
+        return args[0](*args[2:])
+    if cls.__module__ == CheckpointFunction.__module__:  # other checkpoints' own bookkeeping
+        return func(*args, **kwargs)
+    with torch._C.DisableTorchFunction():
+        return modes[-1].__torch_function__(func, (), args, kwargs)
 
 
 def apart(out: Any) -> Any:
-    """Outputs with histories of their own become aliases, so that one's error has no part in another's.
+    """Copies of outputs with histories of their own, so that one's error has no part in another's.
 
-    An LSTM cell computes its state h from its state c, so h's error reaches c's own edge.
+    An LSTM cell computes its state h from its state c, so h's error reaches c's own edge. An alias would not do: a
+    write to it would drop it from the graph.
     """
     if isinstance(out, Tensor) or len({z.grad_fn for z in tensors_in(out)} - {None}) < 2:
         return out
-    return tree_map(lambda z: z.view_as(z) if isinstance(z, Tensor) and z.requires_grad else z, out)
+    return tree_map(lambda z: z.clone() if isinstance(z, Tensor) and z.requires_grad else z, out)
 
 
 def drawn_once(func, values, spec):

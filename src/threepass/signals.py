@@ -28,7 +28,27 @@ class Spot:
 
     def window(self, buffer: Tensor) -> Tensor:
         """The part of a storage-shaped buffer that this tensor looks at."""
+        buffer = buffer if buffer.dtype == self.dtype else buffer.view(self.dtype)
         return buffer.as_strided(self.shape, self.stride, self.offset)
+
+    def narrow(self, buffer: Tensor) -> Tensor:
+        """The same, with one element along expanded dimensions, so that it can be written to."""
+        shape = [1 if stride == 0 else size for size, stride in zip(self.shape, self.stride, strict=True)]
+        buffer = buffer if buffer.dtype == self.dtype else buffer.view(self.dtype)
+        return buffer.as_strided(shape, self.stride, self.offset)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tensor is its storage, in order."""
+        count, expected = 1, []
+        for size in reversed(self.shape):
+            expected.append(count)
+            count *= size
+        return (
+            self.offset == 0
+            and self.stride == tuple(reversed(expected))
+            and count * self.dtype.itemsize == self.storage[1]
+        )
 
     def zeros(self) -> Tensor:
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
@@ -55,7 +75,8 @@ class Signals:
 
     def put(self, z: Spot, signal: Tensor | None) -> None:
         if z.storage in self._shared:
-            self._window(z).copy_(torch.zeros((), dtype=z.dtype) if signal is None else signal)
+            narrow = z.narrow(self._buffer(z))
+            narrow.copy_(torch.zeros_like(narrow) if signal is None else signal.expand(z.shape)[_first(z)])
         elif signal is None:
             self._own.pop(z, None)
         else:
@@ -63,7 +84,8 @@ class Signals:
 
     def add(self, z: Spot, signal: Tensor) -> None:
         if z.storage in self._shared:
-            self._window(z).add_(signal)
+            narrow = z.narrow(self._buffer(z))
+            narrow.add_(signal.sum_to_size(narrow.shape))
         else:
             self._own[z] = self._own[z] + signal if z in self._own else signal
 
@@ -74,7 +96,12 @@ class Signals:
             self.put(z, None)
         return signal
 
-    def _window(self, z: Spot) -> Tensor:
+    def _buffer(self, z: Spot) -> Tensor:
         if z.storage not in self._buffers:
             self._buffers[z.storage] = z.buffer()
-        return z.window(self._buffers[z.storage])
+        return self._buffers[z.storage]
+
+
+def _first(z: Spot) -> tuple[slice, ...]:
+    """Of an expanded tensor, each element once."""
+    return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in z.stride)

@@ -56,7 +56,7 @@ class ThreePass:
 
 
 def add_to_grad(model: nn.Module, r: Result) -> None:
-    """Adds r.grads to `p.grad` by autograd's own accumulation; half parameters' gradients are rounded stochastically."""
+    """Adds r.grads to `p.grad` by autograd's own accumulation; half parameters' are rounded stochastically."""
     named = dict(model.named_parameters())
     parameters = [named[name] for name in r.grads]
     with torch.inference_mode(False), torch.enable_grad():

@@ -15,7 +15,7 @@ from .replay import random_state, set_random_state
 from .tape import Operation, Record
 
 _NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm")
-_warned: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_warned: "weakref.WeakKeyDictionary[nn.Module, set[type[Warning]]]" = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -48,7 +48,8 @@ def unchanged_on_error(model: nn.Module, always: bool = False) -> Iterator[None]
             with torch.no_grad():
                 for where, name, buffer, contents in buffers:
                     where[name] = buffer
-                    buffer.copy_(contents)
+                    if not torch.equal(buffer, contents):
+                        buffer.copy_(contents)
 
 
 @contextlib.contextmanager
@@ -110,15 +111,23 @@ def _is_float(z: object) -> bool:
 
 def warn_of_norms(model: nn.Module, tape: Record) -> None:
     norms = sorted({op.name for op in tape.operations if _is_curved_norm(op)})
-    if norms and model not in _warned:
-        _warned.add(model)
-        warnings.warn(
+    if norms:
+        warn_once(
+            model,
             f'mode="paper" leaves out the curvature of {", ".join(norms)} and of the loss, so on this model the third '
             'pass may point away from the gradient of the input loss; mode="exact" is that gradient, and '
             "threepass.alignment(model, loss_fn, x, y) measures how far the two agree",
             NormalizationWarning,
-            stacklevel=5,
+            level=6,
         )
+
+
+def warn_once(model: nn.Module, text: str, category: type[Warning], level: int = 5) -> None:
+    """A warning for a model's first call of its kind, at the line that called `three_pass`."""
+    seen = _warned.setdefault(model, set())
+    if category not in seen:
+        seen.add(category)
+        warnings.warn(text, category, stacklevel=level)
 
 
 def _is_curved_norm(op: Operation) -> bool:

@@ -27,14 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
 from .calls import Shape, flatten, tensors_in, unflatten
 from .errors import Place
 from .precision import HALF
 from .replay import SILENT_WRITES, as_recorded, is_random, random_state
 from .rules.table import Map, Rule, is_flat, name_of, rule_for
-from .seeing import DROPOUT, apart, drawn_once, functions_seen, python_body, writes_to
+from .seeing import DROPOUT, SeesFunctions, apart, drawn_once, functions_seen, python_body, writes_to
 from .signals import Signals, Spot, Storage, storage_of
 
 
@@ -56,6 +55,7 @@ class Operation:
     outputs: list[Spot] = field(default_factory=list)
     output: Tensor | None = None  # u, for a fast rule; its contents, if the rule reads them
     edges: list[GradientEdge] = field(default_factory=list)  # where pass 2 finds the error d of each output
+    bent: dict[int, Tensor] = field(default_factory=dict)  # errors that hooks of the user's changed
     base: Spot | None = None  # of whom the output is a part, where the call writes through a view
 
     @property
@@ -99,12 +99,14 @@ class Operation:
         """The output's part of the error that pass 2 found at its edge."""
         if self.base is None or d is None:
             return d
+        if self.base.is_whole and self.outputs[0].is_whole and self.base.dtype == self.outputs[0].dtype:
+            return d.reshape(self.outputs[0].shape)
         buffer = self.base.buffer()
         self.base.window(buffer).copy_(d)
         return self.outputs[0].window(buffer)
 
 
-class Record(TorchFunctionMode):
+class Record(SeesFunctions):
     """Pass 1's tape: the operations in order, the inputs, and the places that cannot be gone through."""
 
     def __init__(self, device: str):
@@ -119,6 +121,7 @@ class Record(TorchFunctionMode):
         self.recording = True
         self.checkpointed = False
         self._token = object()
+        self._makers: dict[Spot, tuple[Operation, int]] = {}
         self._inside: list[Callable[..., Any]] = []  # the Python functions being looked into
         self._derived: dict[int, Tensor] = {}
         self._shared: set[Storage] = set()  # storage that is written to while several tensors look at it
@@ -156,7 +159,8 @@ class Record(TorchFunctionMode):
                 last = [z for z in spots if self._where(z) not in ahead and z.storage not in self._shared]
                 visits.append((op, pushes, last))
                 ahead.update(map(self._where, spots))
-        self.operations = []
+        self.operations, self._makers = [], {}
+        self._readers.clear()  # from here on an operation lives until its visit
         while visits:
             yield visits.pop()
 
@@ -173,7 +177,7 @@ class Record(TorchFunctionMode):
         self.recording = False
         with contextlib.ExitStack() as stack:
             if self.checkpointed:
-                stack.enter_context(functions_seen(self))
+                stack.enter_context(functions_seen())
                 stack.enter_context(self)
             yield
 
@@ -184,6 +188,9 @@ class Record(TorchFunctionMode):
             yield
         except torch.OutOfMemoryError:
             raise
+        except TypeError:
+            if not self.problems:  # after a problem, signals may be missing
+                raise
         except (NotImplementedError, RuntimeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             self.problems.append(Place(op.module, op.name, reason, "give it a rule: see docs/add-a-rule.md"))
@@ -193,6 +200,8 @@ class Record(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is Tensor.register_hook:
+            return self._register_hook(*args, **kwargs)
         if func not in self._inside and (body := python_body(func)) is not None:
             self._inside.append(func)
             try:
@@ -204,6 +213,8 @@ class Record(TorchFunctionMode):
         tensors = [(i, z) for i, z in enumerate(values) if isinstance(z, Tensor)]
         if torch.is_grad_enabled() and any(self.is_active(z) for _, z in tensors):
             return self._operation(func, values, spec, tensors)
+        if tensors and writes_to(func):
+            self._keep_for_readers(tensors[0][1])
         out = func(*args, **kwargs)
         if any(z.requires_grad for _, z in tensors):
             self._derive([*tensors_in(out), *(z for _, z in tensors[:1])])
@@ -211,67 +222,71 @@ class Record(TorchFunctionMode):
 
     def _derive(self, results: list[Tensor]) -> None:
         """Results of a call on weights and constants alone: what needs a gradient is a weight."""
-        for z in results:
+        for z in [w for u in results for w in (u, u._base) if w is not None]:
             if z.requires_grad and not z.is_leaf and self._spot(z) is None:
                 self._derived[id(z)] = z
 
     def _operation(self, func, values, spec, tensors):
-        """A call with an active argument: runs it with its weights detached, and notes it."""
+        """A call with an active argument: runs it with its weights detached, and notes it if its results matter."""
         if func in DROPOUT:
             func, values, spec = drawn_once(func, values, spec)
-        active = [(i, z) for i, z in tensors if self.is_active(z) and self._is_known(func, z)]
+        active = [(i, z, self._spot(z)) for i, z in tensors if self.is_active(z)]
         weights = [(i, z) for i, z in tensors if z.requires_grad and not self.is_active(z)]
         for i, z in weights:
             values[i] = z.detach()
-        op = self._note(func, values, spec, active, weights)
-        writes = writes_to(func)
-        if writes and self.recording:
-            values[0] = self._before_write(op, tensors[0][1])
+        kept, rng = list(values), random_state(self.device) if is_random(func, values) else None
+        writes = self.recording and writes_to(func)
+        if writes:
+            values[0] = self._before_write(func, tensors[0][1], kept, weights)
         versions = [_version(values[i]) for i, _ in tensors]
         args, kwargs = unflatten(values, spec)
-        with as_recorded(func, op.autocast, None) if op.rng is not None else contextlib.nullcontext():
+        autocast = (self.device, torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device))
+        with as_recorded(func, autocast, None) if rng is not None else contextlib.nullcontext():
             out = func(*args, **kwargs)
-        if self.recording:
-            op.written = [i for (i, _), v in zip(tensors, versions, strict=True) if _version(values[i]) != v]
-            if not writes and any(i in op.written for i, _ in (*active, *weights)):
-                self.problem(op.name, "writes to its arguments unannounced", "end its name with an underscore")
-            self.checkpointed |= torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-            out = apart(out)
-            self._append(op, _results(out, values, op.written), {id(z) for i, z in tensors if i not in op.written})
+        if not self.recording:
+            return out
+        out = apart(out)
+        written = [i for (i, _), v in zip(tensors, versions, strict=True) if _version(values[i]) != v]
+        unchanged = {id(z) for i, z in tensors if i not in written}
+        results = list(enumerate(_results(out, values, written)))
+        outputs = {id(u): (i, u) for i, u in reversed(results) if u.requires_grad and id(u) not in unchanged}
+        if not outputs:
+            return out
+        spots = [(i, spot or self._known(func, z)) for i, z, spot in active]
+        known = [(i, spot) for i, spot in spots if spot is not None]
+        module, rule = self.path[-1] if self.path else "", self._rule(func, spec, active)
+        op = Operation(func, kept, spec, known, weights, module, autocast, rng, rule, written)
+        if not writes and any(i in written for i, *_ in (*active, *weights)):
+            self.problem(op.name, "writes to its arguments unannounced", "end its name with an underscore")
+        self._append(op, sorted(outputs.values(), key=lambda output: output[0]))
         return out
 
-    def _note(self, func, values, spec, active, weights) -> Operation:
+    def _rule(self, func, spec, active) -> Rule | None:
         rule = rule_for(func)
-        if rule is not None and any(i >= rule.arity for i, _ in active):
-            rule = None
-        spots = [(i, self._spot(z) or self._settle(z)) for i, z in active]
-        autocast = (self.device, torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device))
-        rng = random_state(self.device) if is_random(func, values) else None
-        module = self.path[-1] if self.path else ""
-        return Operation(func, list(values), spec, spots, weights, module, autocast, rng, rule)
+        fits = rule is not None and all(i < rule.arity for i, *_ in active) and set(spec[1]) <= rule.names
+        return rule if fits else None
 
-    def _append(self, op: Operation, results: list[Tensor], given: set[int]) -> None:
-        outputs = []
-        for i, u in enumerate(results):
-            if u.requires_grad and id(u) not in given:
-                given.add(id(u))
-                op.picks.append(i)
-                outputs.append(u)
-        if not outputs:
-            return
+    def _append(self, op: Operation, outputs: list[tuple[int, Tensor]]) -> None:
         if not op.active:  # nothing but hidden operations before it, which are on the list of problems
-            for u in outputs:
+            for _, u in outputs:
                 self._settle(u)
             return
         self.operations.append(op)
-        self.half.update({u.dtype for u in outputs} & set(HALF))
-        whole = outputs[0]._base if op.written and outputs[0]._is_view() else None
-        op.base = None if whole is None else self._settle(whole)
-        op.edges = [get_gradient_edge(u if whole is None else whole) for u in outputs]
-        op.outputs = [self._spot(u) or self._settle(u) for u in outputs]
+        self.checkpointed |= torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        self.half.update({u.dtype for _, u in outputs} & set(HALF))
+        first = outputs[0][1]
+        base = first._base if len(outputs) == 1 else None
+        if base is not None and (op.written or self._spot(base) is None):
+            # A write through a view, now or later, drops the view's own node from the graph: the base has the error.
+            op.base, op.edges = self._settle(base), [get_gradient_edge(base)]
+        else:
+            op.edges = [get_gradient_edge(u) for _, u in outputs]
+        op.picks = [i for i, _ in outputs]
+        op.outputs = [self._settle(u) for _, u in outputs]
+        self._makers |= {spot: (op, i) for i, spot in enumerate(op.outputs)}
         if op.rule is not None and len(outputs) == 1:
             reads_u = op.rule.reads == "u"
-            op.output = outputs[0].detach() if reads_u else torch.empty_like(outputs[0], device="meta")
+            op.output = first.detach() if reads_u else torch.empty_like(first, device="meta")
             if reads_u:
                 op.values[0] = torch.empty_like(op.values[0], device="meta")
         for i, _ in op.active:
@@ -279,47 +294,82 @@ class Record(TorchFunctionMode):
                 self._readers[storage_of(op.values[i])].append((op, i))
 
     def _spot(self, z: Tensor) -> Spot | None:
-        spot = getattr(z, "_threepass_spot", None)
-        return spot if spot is not None and spot.token is self._token else None
+        """Where z's signal lives, if z is as this tape last saw it."""
+        spot, history = getattr(z, "_threepass", (None, None))
+        if spot is None or spot.token is not self._token:
+            return None
+        return spot if history is z.grad_fn or spot.storage in self._shared else None
 
     def _settle(self, z: Tensor) -> Spot:
+        """Gives z a spot, or notes that the one it has goes on."""
         storage = storage_of(z)
-        spot = Spot(self._token, storage, z.shape, z.stride(), z.storage_offset(), z.dtype, z.device)
-        setattr(z, "_threepass_spot", spot)  # noqa: B010
+        spot = getattr(z, "_threepass", (None, None))[0]
+        if spot is None or spot.token is not self._token or spot.shape != z.shape or spot.stride != z.stride():
+            spot = Spot(self._token, storage, z.shape, z.stride(), z.storage_offset(), z.dtype, z.device)
+            self._lookers[storage].append(weakref.ref(z))
+        setattr(z, "_threepass", (spot, z.grad_fn))  # noqa: B010
         self._derived.pop(id(z), None)
-        self._lookers[storage].append(weakref.ref(z))
         return spot
 
-    def _is_known(self, func, z: Tensor) -> bool:
-        if self._spot(z) is not None or not self.recording:
-            return True
+    def _known(self, func, z: Tensor) -> Spot | None:
         if storage_of(z) in self._shared:  # it became active when something was written to its storage
-            return True
+            return self._settle(z)
         maker = z.grad_fn.name() if z.grad_fn is not None else "a hidden operation"
         self.problem(
             name_of(func),
-            f"its argument comes from {maker}, run where torch functions are unseen (TorchScript, vmap, an extension)",
-            "run that part as plain PyTorch, or wrap it as a torch.autograd.Function or a torch.library custom op",
+            f"its argument comes from {maker}, run where torch functions are unseen (TorchScript, vmap, an extension) "
+            "or in an earlier call",
+            "run that part as plain PyTorch, wrap it as an autograd.Function or a custom op, or detach what is old",
         )
-        return False
+        return None
 
-    def _before_write(self, op: Operation, z: Tensor) -> Tensor:
-        """Before op writes to z: keeps the old contents for those who need them, and returns what to write to."""
-        storage = storage_of(z)
-        for reader, i in self._readers.pop(storage, ()):
+    def check_known(self, name: str, z: Tensor) -> None:
+        """A problem, if z was made by something that the tape did not see."""
+        if self._spot(z) is None and storage_of(z) not in self._shared:
+            maker = z.grad_fn.name() if z.grad_fn is not None else "a hidden operation"
+            self.problem(
+                name,
+                f"comes from {maker}, run where torch functions are unseen (TorchScript, vmap, an extension)",
+                "write it in plain PyTorch",
+            )
+
+    def _keep_for_readers(self, z: Tensor) -> None:
+        """Before z's storage is written to: those who read it before get a copy of what they read."""
+        for reader, i in self._readers.pop(storage_of(z), ()):
             reader.values[i] = reader.values[i].detach().clone()
+
+    def _before_write(self, func, z: Tensor, kept: list[Any], weights: list[tuple[int, Tensor]]) -> Tensor:
+        """Before func writes to z: keeps the old contents for those who need them, and returns what to write to."""
+        self._keep_for_readers(z)
+        storage = storage_of(z)
         lookers = [looker() for looker in self._lookers[storage]]
         if z._is_view() or any(looker is not None and looker is not z for looker in lookers):
             self._shared.add(storage)
         if id(z) in self._derived:  # a weight with a history becomes an activation: the history goes on from a copy
             history = z.clone()
             self._derived[id(history)] = history
-            op.weights[:] = [(i, history if w is z else w) for i, w in op.weights]
+            weights[:] = [(i, history if w is z else w) for i, w in weights]
             z.detach_()
             del self._derived[id(z)]
-        if op.rule is None:
-            op.values[0] = z.detach().clone()
+        if rule_for(func) is None:
+            kept[0] = z.detach().clone()
         return z
+
+    def _register_hook(self, z: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """A hook on an activation: autograd finds errors before hooks, and the weights need what comes behind them."""
+        spot = self._spot(z) if self.is_active(z) else None
+        if spot is None or spot not in self._makers:
+            return z.register_hook(hook)
+
+        op, i = self._makers[spot]
+
+        def watched(d: Tensor) -> Tensor | None:
+            changed = hook(d)
+            if changed is not None:
+                op.bent[i] = changed
+            return changed
+
+        return z.register_hook(watched)
 
 
 def _version(z: Tensor) -> int:

@@ -11,6 +11,7 @@ An operation without a rule goes through the generic one (`generic.py`), which i
 can differentiate twice. A rule exists because a benchmark showed that it pays.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,7 @@ class Rule:
     arity: int
     reads: str
     flat: bool
+    names: frozenset[str]  # of its arguments; a call by other keywords is not for it
 
 
 Make = Callable[..., Map | None]
@@ -69,7 +71,7 @@ def rule(*functions: Any, arity: int = 1, reads: str = "a", flat: bool = False) 
 
     def register(make: Make) -> Make:
         for function in functions:
-            _RULES[key_of(function)] = Rule(make, arity, reads, flat)
+            _RULES[key_of(function)] = Rule(make, arity, reads, flat, frozenset(inspect.signature(make).parameters))
         return make
 
     return register
@@ -112,7 +114,7 @@ def is_flat(func: Any) -> bool:
 
 # fmt: off
 _FLAT = frozenset({
-    "__getitem__", "__setitem__", "abs", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
+    "__getitem__", "__setitem__", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
     "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "add", "amax", "amin", "avg_pool1d",
     "avg_pool2d", "avg_pool3d", "broadcast_to", "cat", "chunk", "clamp", "clamp_max", "clamp_min", "clone", "concat",
     "concatenate", "constant_pad_nd", "contiguous", "copy", "cumsum", "diagonal", "double", "expand", "expand_as",
