@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from threepass.cli import commands, main
+from threepass.cli import COMMANDS, main
 from threepass.train.config import Config
 
 FAST = ["--epochs", "1", "--model-options", '{"sizes": [64, 8, 10]}']
@@ -20,7 +20,7 @@ def own_folder(tmp_path, monkeypatch):
 def test_help_is_complete(capsys):
     assert main(["--help"]) == 0
     listed = capsys.readouterr().out
-    assert all(name in listed for name in commands())
+    assert all(command.__name__.replace("_", "-") in listed for command in COMMANDS)
     assert main(["train", "--help"]) == 0
     shown = capsys.readouterr().out
     for field in dataclasses.fields(Config):
@@ -52,7 +52,7 @@ def test_data_says_what_is_there(capsys):
         (["train", "--init", "magic"], 1, "magic"),
         (["train", "--alpha", "3"], 2, "alpha must be a number in [0, 1]"),
         (["train", "--schedule", "sine"], 2, "schedule must be one of constant, step"),
-        (["train", "--epoch", "3"], 2, "--epochs"),
+        (["train", "--epoch", "3"], 2, "did you mean --epochs?"),
         (["train", "--resume", "runs/none"], 1, "holds no run"),
         (["fly"], 2, "fly"),
         (["data", "mnist", "--data-dir", "empty"], 1, "threepass data mnist --download"),
@@ -62,7 +62,8 @@ def test_bad_values_get_words_and_no_traceback(arguments, code, message, capsys,
     monkeypatch.setenv("HOME", str(tmp_path))
     assert main(arguments) == code
     said = capsys.readouterr()
-    assert message in " ".join((said.err + said.out).replace("│", " ").split())
+    assert message in said.err
+    assert "data" in arguments or len(said.err.splitlines()) == 1
     assert "Traceback" not in said.err
     assert not (tmp_path / "runs").exists()
 

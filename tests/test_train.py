@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import threepass
-from threepass.train import checkpoint
+from threepass.train import checkpoint, tensorfile
 from threepass.train.config import Config
 from threepass.train.data import DataSet, Split
 from threepass.train.loop import Trainer, fit
@@ -210,6 +210,20 @@ def test_resume_refuses_other_settings_and_missing_checkpoints(tmp_path):
     fit(simple(), data(), folder=tmp_path, epochs=1, batch_size=10)
     with pytest.raises(ValueError, match="other settings of epochs, lr"):
         fit(simple(), data(), folder=tmp_path, resume=True, epochs=2, batch_size=10, lr=0.2)
+
+
+def test_tensor_files_are_the_librarys(tmp_path):
+    tensors = {
+        "a": torch.randn(3, 4), "b": torch.randn(2, dtype=torch.float64), "c": torch.tensor(5), "d": torch.empty(0, 3),
+        "e": torch.randn(5).bfloat16(), "f": torch.tensor([True, False]), "g": torch.arange(7, dtype=torch.uint8),
+    }  # fmt: skip
+    tensorfile.save_plainly(tensors, tmp_path / "ours")
+    tensorfile.save_file(tensors, tmp_path / "theirs")
+    for read in (tensorfile.load_file, tensorfile.load_plainly):
+        for name in ("ours", "theirs"):
+            got = read(tmp_path / name)
+            assert got.keys() == tensors.keys()
+            assert all(torch.equal(got[k], z) and got[k].dtype == z.dtype for k, z in tensors.items())
 
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"

@@ -1,13 +1,22 @@
-"""The program `threepass`: one subcommand a function, one flag an argument, the same words as in Python."""
+"""The program `threepass`: one subcommand a function of this file, one flag an argument, the same words as in Python.
 
+Flags are made from the functions' signatures, their help from the docstrings; a `Config` gives a flag for each setting.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import inspect
 import json
+import re
 import sys
+import types
+import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, NoReturn
 
 from .train.config import Config
-from .train.extras import require
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -16,11 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
     debug = "--debug" in arguments
     sys.path.insert(0, "")  # a model of the user's own, "module:function", is looked for in the folder they stand in
     try:
-        tyro = require("tyro", "the command line")
-        about = "Three-pass learning: train on the loss and on its gradient at the input. --debug shows tracebacks."
-        tyro.extras.subcommand_cli_from_dict(
-            commands(), prog="threepass", description=about, args=[a for a in arguments if a != "--debug"]
-        )
+        command, values = parse([a for a in arguments if a != "--debug"])
+        command(**values)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
     except KeyboardInterrupt:
@@ -33,86 +39,148 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def commands() -> dict[str, Callable[..., None]]:
-    """The subcommands; settings of the config are flags of their own."""
-    tyro = require("tyro", "the command line")
-    Settings = Annotated[Config, tyro.conf.OmitArgPrefixes]  # noqa: N806
-    Name = Annotated[str, tyro.conf.Positional]  # noqa: N806
+def train(
+    config: Config,
+    data: str = "digits",
+    model: str = "mlp",
+    name: str | None = None,
+    model_options: str = "{}",
+    init: str | None = None,
+    data_dir: Path | None = None,
+    device: str = "auto",
+    resume: Path | None = None,
+) -> None:
+    """Train a model on a data set; metrics and checkpoints go to runs/NAME.
 
-    def train(
-        config: Settings,
-        data: str = "digits",
-        model: str = "mlp",
-        name: str | None = None,
-        model_options: str = "{}",
-        init: str | None = None,
-        data_dir: Path | None = None,
-        device: str = "auto",
-        resume: Path | None = None,
-    ) -> None:
-        """Train a model on a data set; metrics and checkpoints go to runs/NAME.
+    Args:
+        data: digits, mnist, fashion-mnist, cifar10, cifar100, or a folder of .npy / .npz arrays.
+        model: mlp, plain20, resnet20 (or another depth 6n + 2), vit, or module:function of your own.
+        name: of the run; default: MODEL-DATA. An existing run is never overwritten.
+        model_options: for the model's function, as JSON.
+        init: xavier, kaiming, geometric or balanced; default: the model's own initialisation.
+        data_dir: where the data is; default: $THREEPASS_DATA, then ~/.cache/threepass.
+        device: cpu, cuda, or auto: cuda if there is one.
+        resume: go on with the run in this folder; all other flags are its own.
+    """
+    from .train.runs import Run, fresh
 
-        Args:
-            data: digits, mnist, fashion-mnist, cifar10, cifar100, or a folder of .npy / .npz arrays.
-            model: mlp, plain20, resnet20 (or another depth 6n + 2), vit, or module:function of your own.
-            name: of the run; default: MODEL-DATA. An existing run is never overwritten.
-            model_options: for the model's function, as JSON.
-            init: xavier, kaiming, geometric or balanced; default: the model's own initialisation.
-            data_dir: where the data is; default: $THREEPASS_DATA, then ~/.cache/threepass.
-            device: cpu, cuda, or auto: cuda if there is one.
-            resume: go on with the run in this folder; all other flags are its own.
-        """
-        from .train.runs import Run, fresh
+    if resume is not None:
+        folder, run = resume, Run.read(resume)
+    else:
+        place = None if data_dir is None else str(data_dir)
+        run = Run(data, model, json.loads(model_options), init, place, device, config)
+        folder = fresh(Path("runs") / (name or f"{model.replace(':', '-')}-{Path(data).name}"))
+    try:
+        result = run.train(folder, resume=resume is not None)
+    except KeyboardInterrupt:
+        print(f"threepass: to go on: threepass train --resume {folder}", file=sys.stderr)
+        raise
+    last = result.history[-1]
+    figures = f"loss {last['train_loss']:.4f}, validation error {last['val_error']:.2%}"
+    print(f"{folder}: epoch {last['epoch']}, {figures}, input loss {last['val_input_loss']:.4g}")
 
-        if resume is not None:
-            folder, run = resume, Run.read(resume)
-        else:
-            options = json.loads(model_options)
-            place = str(data_dir) if data_dir is not None else None
-            run = Run(data, model, options, init, place, device, config)
-            folder = fresh(Path("runs") / (name or f"{model.replace(':', '-')}-{Path(data).name}"))
+
+def data(name: str, download: bool = False, data_dir: Path | None = None) -> None:
+    """Find a data set, and say what is in it.
+
+    Args:
+        name: digits, mnist, fashion-mnist, cifar10, cifar100, or a folder of .npy / .npz arrays.
+        download: fetch it if it is not there.
+        data_dir: where it is, or where a download goes; default: $THREEPASS_DATA, then ~/.cache/threepass.
+    """
+    from .train.data import load
+
+    found = load(name, data_dir, download)
+    sizes = f"{len(found.train)} training and {len(found.val)} validation examples"
+    print(f"{found.name}: {sizes} of shape {tuple(found.train.x.shape[1:])}, {len(found.classes)} classes")
+    print("mean", *(f"{m:.4f}" for m in found.mean), " std", *(f"{s:.4f}" for s in found.std))
+
+
+def init_study(name: str = "init-study", depth: int = 8, width: int = 256, seed: int = 0) -> None:
+    """Measure the variances of both passes at initialisation, against the paper's equations; to runs/NAME.
+
+    Args:
+        name: of the folder; an existing one is never overwritten.
+        depth: the most layers.
+        width: of the layers.
+        seed: of weights and data.
+    """
+    from .study.init_study import run
+    from .train.runs import fresh
+
+    out = fresh(Path("runs") / name)
+    run(out, depth=depth, width=width, seed=seed)
+    print(f"{out}: init-study.svg, init-study.json")
+
+
+COMMANDS: tuple[Callable[..., None], ...] = (train, data, init_study)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def parse(arguments: list[str]) -> tuple[Callable[..., None], dict[str, Any]]:
+    """The command, and its arguments."""
+    about = "Three-pass learning: train on the loss and on its gradient at the input. --debug shows tracebacks."
+    parser = _Parser("threepass", description=about, allow_abbrev=False)
+    choices = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parsers = {}
+    for command in COMMANDS:
+        words = inspect.getdoc(command) or ""
+        summary = words.partition("\n")[0]
+        made = choices.add_parser(
+            command.__name__.replace("_", "-"), help=summary, description=summary, allow_abbrev=False
+        )
+        parsers[made.prog.split()[-1]] = (command, made)
+        helps = dict(re.findall(r"^    (\w+): (.*)$", words, re.M))
+        for p in inspect.signature(command).parameters.values():
+            if p.annotation is Config:
+                group = made.add_argument_group("settings")
+                comments = dict(re.findall(r"^    (\w+): .*  # (.*)$", inspect.getsource(Config), re.M))
+                kinds = typing.get_type_hints(Config)
+                for f in dataclasses.fields(Config):
+                    _add_flag(group, f.name, kinds[f.name], f.default, comments.get(f.name, ""))
+            else:
+                _add_flag(made, p.name, p.annotation, p.default, helps.get(p.name, ""))
+    known, unknown = parser.parse_known_args(arguments)
+    values = vars(known)
+    command, made = parsers[values.pop("command")]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], made._option_string_actions, 1)
+        made.error(f"unknown argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+    if "config" in inspect.signature(command).parameters:
         try:
-            result = run.train(folder, resume=resume is not None)
-        except KeyboardInterrupt:
-            print(f"threepass: to go on: threepass train --resume {folder}", file=sys.stderr)
-            raise
-        last = result.history[-1]
-        figures = f"loss {last['train_loss']:.4f}, validation error {last['val_error']:.2%}"
-        print(f"{folder}: epoch {last['epoch']}, {figures}, input loss {last['val_input_loss']:.4g}")
-
-    def data(name: Name = "digits", download: bool = False, data_dir: Path | None = None) -> None:
-        """Find a data set, and say what is in it.
-
-        Args:
-            name: digits, mnist, fashion-mnist, cifar10, cifar100, or a folder of .npy / .npz arrays.
-            download: fetch it if it is not there.
-            data_dir: where it is, or where a download goes; default: $THREEPASS_DATA, then ~/.cache/threepass.
-        """
-        from .train.data import load
-
-        found = load(name, data_dir, download)
-        print(f"{found.name}: {len(found.train)} training and {len(found.val)} validation examples of shape "
-              f"{tuple(found.train.x.shape[1:])}, {len(found.classes)} classes")  # fmt: skip
-        print("mean", *(f"{m:.4f}" for m in found.mean), " std", *(f"{s:.4f}" for s in found.std))
-
-    def init_study(name: str = "init-study", depth: int = 8, width: int = 256, seed: int = 0) -> None:
-        """Measure the variances of both passes at initialisation, against the paper's equations; to runs/NAME.
-
-        Args:
-            name: of the folder; an existing one is never overwritten.
-            depth: the most layers.
-            width: of the layers.
-            seed: of weights and data.
-        """
-        from .study.init_study import run
-        from .train.runs import fresh
-
-        out = fresh(Path("runs") / name)
-        run(out, depth=depth, width=width, seed=seed)
-        print(f"{out}: init-study.svg, init-study.json")
-
-    return {"train": train, "data": data, "init-study": init_study}
+            values["config"] = Config(**{f.name: values.pop(f.name) for f in dataclasses.fields(Config)})
+        except ValueError as error:
+            made.error(str(error))
+    return command, values
 
 
-def run_and_exit() -> Any:
+def _add_flag(to: Any, name: str, kind: Any, default: Any, text: str) -> None:
+    """One argument of a function: positional if it must be given, else a flag of its type."""
+    if isinstance(kind, types.UnionType):
+        kind = next(k for k in typing.get_args(kind) if k is not type(None))
+    text = text.replace("%", "%%")
+    if default is inspect.Parameter.empty:
+        to.add_argument(name, type=kind, help=text)
+        return
+    flag = "--" + name.replace("_", "-")
+    if kind is bool:
+        to.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
+        return
+    several = typing.get_origin(kind) is tuple
+    kind = typing.get_args(kind)[0] if several else kind
+    shown = f" (default: {default})" if default not in (None, "", ()) else ""
+    options: dict[str, Any] = {"nargs": "+"} if several else {}
+    to.add_argument(
+        flag, type=kind, default=default, help=(text + shown).strip(), metavar=kind.__name__.upper(), **options
+    )
+
+
+def run_and_exit() -> NoReturn:
     raise SystemExit(main())

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..replay import random_state, set_random_state
+from .tensorfile import load_file, save_file
 
 FORMAT = 1
 
 
 def save(path: Path, model: nn.Module, optimizer: Optimizer, sums: dict[str, Tensor], state: dict[str, Any]) -> None:
     """Writes a checkpoint to the folder `path`, in place of the one there."""
-    from safetensors.torch import save_file
-
     device = next(model.parameters()).device.type
     packed = optimizer.state_dict()
     tensors = {f"model/{name}": z for name, z in model.state_dict().items()}
@@ -62,14 +61,12 @@ def save(path: Path, model: nn.Module, optimizer: Optimizer, sums: dict[str, Ten
 
 def load(path: Path, model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Puts model, optimizer and random states back; returns the sums and the rest of the state."""
-    from safetensors.torch import load_file
-
     folder = find(path)
     state = json.loads((folder / "state.json").read_text())
     if state.get("format") != FORMAT:
         raise ValueError(f"{folder}: written by another version (format {state.get('format')}, this reads {FORMAT})")
     first = next(model.parameters())
-    tensors = load_file(folder / "tensors.safetensors", device=str(first.device))
+    tensors = {k: z.to(first.device) for k, z in load_file(folder / "tensors.safetensors").items()}
     model.load_state_dict({k.removeprefix("model/"): z for k, z in tensors.items() if k.startswith("model/")})
     packed: dict[int, dict[str, Any]] = {}
     for key, z in tensors.items():
