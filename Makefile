@@ -25,7 +25,7 @@ check: setup
 	$(BIN)/mkdocs build --strict --quiet --site-dir .site
 
 demo: setup
-	$(BIN)/python examples/compare_digits.py
+	$(BIN)/threepass compare --demo
 
 bench: setup
 	$(BIN)/python benchmarks/step.py

@@ -38,6 +38,16 @@ def test_train_writes_a_run_and_resumes_it(own_folder, capsys):
     assert "runs/one: epoch 1" in capsys.readouterr().out
 
 
+def test_compare_and_report(own_folder, capsys):
+    sizes = ["--model-options", '{"sizes": [64, 8, 10]}']
+    methods = ["--alphas", "0.5", "--strengths", "0.1", "--mode", "exact", "--seeds", "1"]
+    assert main(["compare", "--epochs", "1", *methods, *sizes, "--name", "c"]) == 0
+    assert "runs/c/report.html" in capsys.readouterr().out
+    assert (own_folder / "runs" / "c" / "report.html").stat().st_size > 10_000
+    assert main(["report", "runs/c", "--out", "page.html"]) == 0
+    assert (own_folder / "page.html").exists()
+
+
 def test_data_says_what_is_there(capsys):
     assert main(["data", "digits"]) == 0
     assert "1437 training and 360 validation examples of shape (1, 8, 8), 10 classes" in capsys.readouterr().out

@@ -9,6 +9,7 @@ import difflib
 import inspect
 import json
 import re
+import shlex
 import sys
 import types
 import typing
@@ -80,6 +81,74 @@ def train(
     print(f"{folder}: epoch {last['epoch']}, {figures}, input loss {last['val_input_loss']:.4g}")
 
 
+def compare(
+    config: Config,
+    demo: bool = False,
+    data: str = "digits",
+    model: str = "mlp",
+    alphas: tuple[float, ...] = (0.1,),
+    strengths: tuple[float, ...] = (),
+    seeds: int = 3,
+    name: str | None = None,
+    model_options: str = "{}",
+    init: str | None = None,
+    data_dir: Path | None = None,
+    device: str = "auto",
+    resume: bool = False,
+) -> None:
+    """Train by two passes and by three, on the same data order and initialisation, and write a report to runs/NAME.
+
+    Args:
+        demo: a small net on digits, with settings of its own: what `make demo` runs, in about two minutes.
+        data: digits, mnist, fashion-mnist, cifar10, cifar100, or a folder of .npy / .npz arrays.
+        model: mlp, plain20, resnet20 (or another depth 6n + 2), vit, or module:function of your own.
+        alphas: one method each, in the config's mode, with the paper's learning rate lr / alpha.
+        strengths: one method each, in the config's mode.
+        seeds: runs of every method.
+        name: of the folder; default: compare-MODEL-DATA. An existing one is never overwritten.
+        model_options: for the model's function, as JSON.
+        init: xavier, kaiming, geometric or balanced; default: the model's own initialisation.
+        data_dir: where the data is; default: $THREEPASS_DATA, then ~/.cache/threepass.
+        device: cpu, cuda, or auto: cuda if there is one.
+        resume: go on with the comparison in runs/NAME.
+    """
+    from .init import init_
+    from .study import compare as study
+    from .train.runs import Run, build
+
+    command = shlex.join(["threepass", *sys.argv[1:]])
+    if demo:
+        folder = study.digits_demo(Path("runs") / (name or "demo"), resume=resume, command="threepass compare --demo")
+    else:
+        place, options = None if data_dir is None else str(data_dir), json.loads(model_options)
+        found = Run(data, model, options, init, place, device, config).load()
+
+        def make_model() -> Any:
+            made = build(model, found, **options)
+            if init is not None:
+                init_(made, init)
+            return made
+
+        common = dataclasses.replace(config, alpha=Config.alpha, strength=None, mode="paper", eta_over_alpha=False)
+        variants = [study.two_passes(), *(study.by_alpha(a, config.mode) for a in alphas)]
+        variants += [study.by_strength(s, config.mode) for s in strengths]
+        out = Path("runs") / (name or f"compare-{model.replace(':', '-')}-{Path(data).name}")
+        folder = study.compare(found, make_model, common, variants, seeds, out, resume=resume, command=command)
+    print(f"report: {folder / 'report.html'}")
+
+
+def report(runs: tuple[Path, ...], out: Path = Path("runs/report")) -> None:
+    """Build one page from any set of runs and comparisons.
+
+    Args:
+        runs: their folders.
+        out: a folder, or the page's own name ending in .html.
+    """
+    from .study.report import report as write
+
+    print(f"report: {write(list(runs), out)}")
+
+
 def data(name: str, download: bool = False, data_dir: Path | None = None) -> None:
     """Find a data set, and say what is in it.
 
@@ -113,7 +182,7 @@ def init_study(name: str = "init-study", depth: int = 8, width: int = 256, seed:
     print(f"{out}: init-study.svg, init-study.json")
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (train, data, init_study)
+COMMANDS: tuple[Callable[..., None], ...] = (compare, train, report, data, init_study)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -166,17 +235,17 @@ def _add_flag(to: Any, name: str, kind: Any, default: Any, text: str) -> None:
     if isinstance(kind, types.UnionType):
         kind = next(k for k in typing.get_args(kind) if k is not type(None))
     text = text.replace("%", "%%")
+    several = typing.get_origin(kind) is tuple
+    kind = typing.get_args(kind)[0] if several else kind
     if default is inspect.Parameter.empty:
-        to.add_argument(name, type=kind, help=text)
+        to.add_argument(name, type=kind, help=text, **({"nargs": "+"} if several else {}))
         return
     flag = "--" + name.replace("_", "-")
     if kind is bool:
         to.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
         return
-    several = typing.get_origin(kind) is tuple
-    kind = typing.get_args(kind)[0] if several else kind
     shown = f" (default: {default})" if default not in (None, "", ()) else ""
-    options: dict[str, Any] = {"nargs": "+"} if several else {}
+    options: dict[str, Any] = {"nargs": "*"} if several else {}
     to.add_argument(
         flag, type=kind, default=default, help=(text + shown).strip(), metavar=kind.__name__.upper(), **options
     )

@@ -95,6 +95,7 @@ class Trainer:
         self.epoch, self.done = 0, 0  # the position: epochs finished, batches of the next one done
         self.seconds = 0.0
         self._interrupted = threading.Event()
+        self._writer: Any = None
         self.sums = self._no_sums()
         self.history: list[dict[str, Any]] = []
         if config.channels_last:
@@ -117,6 +118,10 @@ class Trainer:
                     where = f"{self.epoch} epochs and {self.done} batches"
                     print(f"stopped after {where}; go on with fit(..., folder={str(self.folder)!r}, resume=True)")
                 raise
+            finally:
+                if self._writer is not None:
+                    self._writer.close()
+                    self._writer = None
         last = self.history[-1]
         return Fit(self.model, last["E"], last["E_x"], self.history)
 
@@ -272,15 +277,13 @@ class Trainer:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError:
             return
-        assert self.folder is not None
-        numbers = {
-            k.replace("_", "/", 1): v for k, v in metrics.items() if isinstance(v, (int, float)) and k != "epoch"
-        }
+        if self._writer is None:
+            self._writer = EventFileWriter(str(self.folder / "tensorboard")) if self.folder is not None else None
+        numbers = {k.replace("_", "/", 1): float(v) for k, v in metrics.items() if k != "epoch"}
         values = [summary_pb2.Summary.Value(tag=tag, simple_value=v) for tag, v in numbers.items()]
         summary = summary_pb2.Summary(value=values)
-        writer = EventFileWriter(str(self.folder / "tensorboard"))
-        writer.add_event(event_pb2.Event(wall_time=time.time(), step=metrics["epoch"], summary=summary))
-        writer.close()
+        self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=metrics["epoch"], summary=summary))
+        self._writer.flush()
 
     def save(self) -> None:
         """The run as it stands, whole or not at all."""

@@ -1,0 +1,175 @@
+"""The report in a real browser: no console errors, every figure drawn, working legends, phone and dark mode, saving."""
+
+import base64
+import json
+import os
+import shutil
+import time
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+
+import pytest
+import torch
+
+from threepass.models import mlp
+from threepass.study.compare import by_alpha, by_strength, compare, two_passes
+from threepass.train.config import Config
+from threepass.train.data import load
+
+pytest.importorskip("sklearn")
+webdriver = pytest.importorskip("selenium.webdriver", reason="the browser test needs selenium")
+BROWSER, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))
+pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="the browser test needs chromium and chromedriver")
+
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+]
+FIGURES = ["curve-loss", "curve-error", "curve-input-loss", "robust-noise", "robust-fgsm", "robust-pgd",
+           "variance-pass2", "variance-pass3"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    torch.set_num_threads(1)
+    variants = [two_passes(), by_alpha(0.1), by_strength(0.3)]
+    config = Config(epochs=2, batch_size=128, lr=0.05)
+    out = tmp_path_factory.mktemp("runs") / "browser"
+    sizes = {"sigmas": (0.0, 0.2), "radii": (0.0, 0.05, 0.1)}
+    return compare(load("digits"), lambda: mlp(64, 16, 10), config, variants, 2, out, **sizes) / "report.html"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+def show(browser, page, width=1280, scheme="light"):
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    browser.get(page.as_uri())
+
+
+def shot(browser, name):
+    """A picture of the whole page, where SCREENSHOTS names a folder."""
+    if folder := os.environ.get("SCREENSHOTS"):
+        taken = browser.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
+        with open(os.path.join(folder, f"{name}.png"), "wb") as file:
+            file.write(base64.b64decode(taken["data"]))
+
+
+def test_every_figure_is_drawn_without_errors(browser, page):
+    show(browser, page)
+    found = browser.execute_script("""
+        return [...document.querySelectorAll("figure")].map(figure => [figure.id,
+            [...figure.querySelectorAll(".plot > g > .line")].map(line => {
+                const box = line.getBoundingClientRect(), frame = figure.getBoundingClientRect();
+                return line.getTotalLength() > 20 && box.left >= frame.left && box.right <= frame.right
+                    && box.top >= frame.top && box.bottom <= frame.bottom && getComputedStyle(line).stroke !== "none";
+            })])""")
+    assert [name for name, _ in found] == FIGURES
+    for name, lines in found:
+        assert len(lines) >= 3, name
+        assert all(lines), name
+    images = browser.execute_script("return [...document.images].map(i => i.complete && i.naturalWidth)")
+    assert len(images) == 4 * 8
+    assert set(images) == {8}
+    assert browser.get_log("browser") == []
+
+
+def test_legend_toggles_hide_and_show_a_series_everywhere(browser, page):
+    show(browser, page)
+    look = """
+        const shown = [...document.querySelectorAll(`.plot > [data-series="1"]`)].map(g => getComputedStyle(g).display);
+        return [document.querySelector(`[data-toggles="1"]`).getAttribute("aria-pressed"), [...new Set(shown)]]"""
+    assert browser.execute_script(look) == ["true", ["inline"]]
+    button = browser.find_element("css selector", '[data-toggles="1"]')
+    button.click()
+    assert browser.execute_script(look) == ["false", ["none"]]
+    others = 'return getComputedStyle(document.querySelector(`.plot > [data-series="0"]`)).display'
+    assert browser.execute_script(others) == "inline"
+    button.send_keys(" ")  # by keyboard
+    assert browser.execute_script(look) == ["true", ["inline"]]
+    for what, part in {"training": ".curves .dashed", "spread": ".band"}.items():
+        browser.find_element("css selector", f'[data-what="{what}"]').click()
+        hidden = f"return [...document.querySelectorAll('{part}')].every(g => getComputedStyle(g).display === 'none')"
+        assert browser.execute_script(hidden)
+    assert browser.get_log("browser") == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 768, 1280])
+def test_nothing_sticks_out_and_text_can_be_read(browser, page, width, scheme):
+    show(browser, page, width, scheme)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    colours = "const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]"
+    ink, paper = (luminance(colour) for colour in browser.execute_script(colours))
+    assert (paper < 0.05) == (scheme == "dark")
+    assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) > 7
+    sizes = browser.execute_script("""
+        return [...document.querySelectorAll(".plot > text")].map(t =>
+            parseFloat(getComputedStyle(t).fontSize) * t.getScreenCTM().a)""")
+    assert min(sizes) > 9
+    shot(browser, f"{scheme}-{width}")
+
+
+def luminance(colour: str) -> float:
+    parts = [int(c) / 255 for c in colour.partition("(")[2].rstrip(")").split(",")[:3]]
+    r, g, b = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def test_figures_can_be_saved(browser, page, tmp_path):
+    show(browser, page, scheme="dark")
+    browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    browser.find_element("css selector", '[data-toggles="2"]').click()
+    for kind in ("svg", "png"):
+        browser.find_element("css selector", f'#curve-loss [data-as="{kind}"]').click()
+        wait_for(tmp_path / f"curve-loss.{kind}")
+    root = ET.parse(tmp_path / "curve-loss.svg").getroot()
+    assert {g.get("data-series") for g in root.findall(".//{*}g[@data-series]")} == {"0", "1"}  # as on the page
+    assert root.get("viewBox") == root.get("data-whole")
+    assert "fill:#fff" in root.find("{*}style").text  # a paper is white
+    picture = (tmp_path / "curve-loss.png").read_bytes()
+    assert int.from_bytes(picture[16:20], "big") == 4 * float(root.get("width"))
+    assert browser.get_log("browser") == []
+
+
+def wait_for(path):
+    end = time.monotonic() + 10
+    while not (path.exists() and path.stat().st_size):
+        assert time.monotonic() < end, f"{path.name} was not saved"
+        time.sleep(0.05)
+
+
+def test_a_screen_reader_finds_names(browser, page):
+    show(browser, page)
+    tree = browser.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+    named = [(n["role"]["value"], n.get("name", {}).get("value", "")) for n in tree if not n.get("ignored")]
+    for role in ("button", "image", "heading", "table", "rowheader", "columnheader", "region"):
+        names = [name for r, name in named if r == role]
+        assert names, role
+        assert all(names), (role, names)
+    buttons = [name for role, name in named if role == "button"]
+    assert "two passes" in buttons
+    assert "Save PNG of Loss" in buttons
+    levels = [n["properties"] for n in tree if n.get("role", {}).get("value") == "heading" and not n.get("ignored")]
+    depths = [p["value"]["value"] for properties in levels for p in properties if p["name"] == "level"]
+    assert depths[0] == 1
+    assert all(b <= a + 1 for a, b in pairwise(depths)), json.dumps(depths)
