@@ -32,6 +32,5 @@ for i in range(40):
     r = step(ids, labels)
     optimizer.step()
     if i % 10 == 9:
-        print(
-            f"step {i + 1}: loss {r.loss:.3f}, input loss {r.input_loss:.3f}, dl/de of shape {tuple(r.input_grad.shape)}"
-        )
+        shape = tuple(r.input_grad.shape)
+        print(f"step {i + 1}: loss {r.loss:.3f}, input loss {r.input_loss:.3f}, dl/de of shape {shape}")

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
@@ -35,6 +36,21 @@ def test_measured_figures_are_those_of_the_result_files():
         assert shown == [[f"{m['ratio']:.2f}", f"{m['peak_ratio']:.2f}"] for m in measured["methods"].values()]
         limits = re.findall(r"limit ([\d.]+)x", table)
         assert limits == [f"{measured['limit'][mode]:.2f}" for mode in ("paper", "exact")]
+
+
+def test_demo_figures_are_those_of_the_result_files():
+    table = re.search(r"<!-- results/demo -->\n((?:\|.*\n)+)", (ROOT / "README.md").read_text())
+    assert table is not None
+    shown = [
+        re.findall(r"[\d.]+(?= %? ?\|)", row.partition("|")[2].partition("|")[2]) for row in table[1].splitlines()[2:]
+    ]
+    for figures, variant in zip(shown, ("two-passes", "alpha-0.1", "alpha-0.03", "strength-3-exact"), strict=True):
+        runs = sorted((ROOT / "results" / "demo" / variant).glob("seed-*"))
+        last = [json.loads((run / "result.json").read_text())["last"] for run in runs]
+        attacked = [json.loads((run / "robustness.json").read_text())["pgd"] for run in runs]
+        under = mean(r["accuracy"][r["at"].index(0.1)] for r in attacked)
+        error, input_loss = mean(m["val_error"] for m in last), mean(m["val_input_loss"] for m in last)
+        assert figures == [f"{100 * error:.2f}", f"{input_loss:.3f}", f"{100 * under:.1f}"]
 
 
 def test_the_refusal_in_add_a_rule_is_real(capsys):

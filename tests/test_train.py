@@ -2,8 +2,11 @@
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -61,6 +64,7 @@ def test_resuming_after_any_step_changes_no_bit(name, tmp_path):
         with pytest.raises(KeyboardInterrupt):
             fit(net(), data(), folder=folder, after_step=interrupt, **settings)
         torch.manual_seed(99)  # another process has other random states
+        np.random.seed(99)
         model = net()
         with torch.no_grad():
             for p in model.parameters():
@@ -239,3 +243,25 @@ def test_mnist_in_one_epoch():
         model = threepass.models.mlp(784, 512, 10)
         result = fit(model, mnist, epochs=1, alpha=alpha, lr=0.1, eta_over_alpha=True)
         assert result.history[0]["val_error"] < 0.06
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (SHARED / "cifar10-a").exists(), reason="the real CIFAR-10 is not beside the checkout")
+def test_plain_20_learns_cifar_10(tmp_path):
+    from threepass.train.data import load
+
+    subprocess.run(
+        [sys.executable, str(SHARED / "unpack.py"), str(tmp_path), "cifar10"], check=True, capture_output=True
+    )
+    cifar = load("cifar10", tmp_path)
+    few = DataSet(
+        Split(cifar.train.x[:9600], cifar.train.y[:9600]), Split(cifar.val.x[:1000], cifar.val.y[:1000]),
+        cifar.mean, cifar.std, cifar.classes, "cifar10, the first 9,600",
+    )  # fmt: skip
+    for alpha in (1.0, 0.1):
+        torch.manual_seed(0)
+        model = threepass.models.plain(20)
+        settings = {"batch_size": 64, "lr": 0.01, "eta_over_alpha": True, "augment": True, "channels_last": True}
+        first, last = fit(model, few, epochs=2, alpha=alpha, **settings).history
+        assert last["train_loss"] < first["train_loss"]
+        assert last["val_error"] < 0.8  # chance is 0.9

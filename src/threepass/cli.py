@@ -118,7 +118,7 @@ def compare(
 
     command = shlex.join(["threepass", *sys.argv[1:]])
     if demo:
-        folder = study.digits_demo(Path("runs") / (name or "demo"), resume=resume, command="threepass compare --demo")
+        study.digits_demo(Path("runs") / (name or "demo"), resume=resume, command="threepass compare --demo")
     else:
         place, options = None if data_dir is None else str(data_dir), json.loads(model_options)
         found = Run(data, model, options, init, place, device, config).load()
@@ -133,8 +133,7 @@ def compare(
         variants = [study.two_passes(), *(study.by_alpha(a, config.mode) for a in alphas)]
         variants += [study.by_strength(s, config.mode) for s in strengths]
         out = Path("runs") / (name or f"compare-{model.replace(':', '-')}-{Path(data).name}")
-        folder = study.compare(found, make_model, common, variants, seeds, out, resume=resume, command=command)
-    print(f"report: {folder / 'report.html'}")
+        study.compare(found, make_model, common, variants, seeds, out, resume=resume, command=command)
 
 
 def report(runs: tuple[Path, ...], out: Path = Path("runs/report")) -> None:

@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from ..engine import run as three_passes
 from ..options import Options
 from ..step import add_to_grad
+from ..train.checkpoint import code_version
 from ..train.config import Config
 from ..train.data import Batches, DataSet, load
 from ..train.loop import fit, make_optimizer
@@ -202,7 +203,7 @@ def describe(
         "seeds": seeds,
         "sigmas": list(sigmas),
         "radii": list(radii),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "threepass": _version()},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "threepass": code_version()},
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
             "processors": os.cpu_count(),
@@ -400,15 +401,6 @@ def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
     changed = [k for k in keys if before.get(k) != json.loads(json.dumps(now[k]))]
     if changed:
         raise ValueError(f"{out} was begun with other settings of {', '.join(changed)}: resume it with its own")
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("threepass")
-    except PackageNotFoundError:
-        return "from source"
 
 
 def _in_words(result: dict[str, Any]) -> str:

@@ -9,9 +9,11 @@ import json
 import os
 import random
 import shutil
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -37,9 +39,12 @@ def save(path: Path, model: nn.Module, optimizer: Optimizer, sums: dict[str, Ten
             else:
                 rest.setdefault(str(number), {})[key] = value
     version, internal, gauss = random.getstate()
+    _, keys, *rest_of_numpy = np.random.get_state()
     state = state | {
         "format": FORMAT,
+        "threepass": code_version(),
         "torch": torch.__version__,
+        "numpy_random": [np.asarray(keys).tolist(), *rest_of_numpy],
         "optimizer": {"groups": packed["param_groups"], "rest": rest},
         "python_random": [version, list(internal), gauss],
     }
@@ -78,9 +83,19 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, 
     optimizer.load_state_dict({"state": packed, "param_groups": state["optimizer"]["groups"]})
     rng = [tensors[k].cpu() for k in sorted(k for k in tensors if k.startswith("rng/"))]
     set_random_state(rng, first.device.type)
+    keys, *rest_of_numpy = state["numpy_random"]
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), *rest_of_numpy))
     version, internal, gauss = state["python_random"]
     random.setstate((version, tuple(internal), gauss))
     return {k.removeprefix("sum/"): z for k, z in tensors.items() if k.startswith("sum/")}, state
+
+
+def code_version() -> str:
+    """The version of threepass that runs."""
+    try:
+        return metadata.version("threepass")
+    except metadata.PackageNotFoundError:
+        return "from source"
 
 
 def find(path: Path) -> Path:
