@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_leaves
 from .engine import backward, forward, forward_again
 from .errors import Place, UnsupportedError
 from .gradients import Gradients
+from .operation import Operation
 from .options import Options, check_model, check_x
 from .surroundings import trainable_surroundings, unchanged_on_error
-from .tape import Operation, Record
+from .tape import Record
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from . import exact
 from .errors import LeftOutWarning, UnsupportedError
 from .gradients import Gradients
+from .operation import Operation
 from .options import Options, check_loss, check_model, check_x
 from .precision import accumulate_dtype, error_gain, start
 from .seeing import functions_seen
@@ -30,7 +31,7 @@ from .surroundings import (
     warn_of_norms,
     warn_once,
 )
-from .tape import Operation, Record
+from .tape import Record
 from .visit import Visit
 
 Errors = dict[Operation, list[Tensor | None]]

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from .operation import Operation
 from .options import Options
 from .precision import accumulate_dtype
 from .rules.table import Map
-from .tape import Operation
 
 Terms = dict[int, tuple[Tensor, Tensor]]  # id of a weight -> the weight, its gradient
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from .errors import NormalizationWarning
+from .operation import Operation
 from .replay import random_state, set_random_state
-from .tape import Operation, Record
+from .tape import Record
 
 _NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm")
 _warned: "weakref.WeakKeyDictionary[nn.Module, set[type[Warning]]]" = weakref.WeakKeyDictionary()

@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from .gradients import Gradients
+from .operation import Operation
 from .rules import generic
 from .rules.table import is_flat
-from .tape import Operation
 
 Signal = list[Tensor | None]
 
