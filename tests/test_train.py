@@ -216,6 +216,19 @@ def test_resume_refuses_other_settings_and_missing_checkpoints(tmp_path):
         fit(simple(), data(), folder=tmp_path, resume=True, epochs=2, batch_size=10, lr=0.2)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"precision": "bf16"}, {"precision": "tf32"}, {"deterministic": True}, {"channels_last": True}],
+    ids=str,
+)
+def test_numerics_are_the_runs_own(settings):
+    before = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    result = fit(net(), data(), epochs=2, batch_size=10, alpha=0.5, lr=0.02, **settings)
+    assert result.history[-1]["train_loss"] < 1.5
+    assert all(p.dtype == torch.float32 for p in result.model.parameters())
+    assert (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()) == before
+
+
 def test_tensor_files_are_the_librarys(tmp_path):
     tensors = {
         "a": torch.randn(3, 4), "b": torch.randn(2, dtype=torch.float64), "c": torch.tensor(5), "d": torch.empty(0, 3),
