@@ -107,6 +107,12 @@ def test_algorithm_1_as_printed():
     assert [m["E"] for m in result.history] == pytest.approx([t[0] for t in totals], rel=1e-4)
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "Rprop", "NAdam", "Adagrad"])
+def test_optimizers_by_name(optimizer):
+    result = fit(simple(), data(), epochs=4, batch_size=10, alpha=0.5, lr=0.01, optimizer=optimizer)
+    assert result.history[-1]["train_loss"] < result.history[0]["train_loss"]
+
+
 def test_stops_at_epsilon():
     result = fit(simple(), data(), epochs=50, batch_size=10, alpha=1.0, lr=0.1, epsilon=20.0)
     assert result.E <= 20
@@ -195,6 +201,8 @@ def test_a_crash_while_saving_leaves_the_checkpoint_before(tmp_path, monkeypatch
         ({"alpha": 2}, "alpha must be a number"),
         ({"schedule": "sine"}, "schedule must be one of constant, step, cosine"),
         ({"optimizer": "sgdx"}, "optimizer must be one of sgd, adam, adamw or a class of torch.optim"),
+        ({"optimizer": "Rprop", "weight_decay": 0.1}, "'Rprop' has no weight decay"),
+        ({"optimizer": "LBFGS"}, "LBFGS evaluates the loss several times"),
         ({"epochs": 0}, "epochs must be at least 1"),
         ({"lr": 0}, "lr must be positive"),
         ({"eta_over_alpha": True, "strength": 1.0}, "no strength"),

@@ -33,12 +33,14 @@ def push(op, t: Signal) -> Signal:
             tangents = _forward_ad(op, t)
         except torch.OutOfMemoryError:
             raise
-        except (NotImplementedError, RuntimeError):
-            pass
+        except (NotImplementedError, RuntimeError) as error:
+            lacking = isinstance(error, NotImplementedError) or "forward AD" in str(error) or "jvp" in str(error)
         else:
             if all(s is not None for s in tangents):
                 return tangents
-        _no_forward_ad.add(op.func)
+            lacking = True
+        if lacking:  # always so; another error may be this call's own
+            _no_forward_ad.add(op.func)
     return _double_backward_push(op, t)
 
 

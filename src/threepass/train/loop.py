@@ -14,6 +14,7 @@ data order, augmentation. So a run that stops after any step goes on from its ch
 """
 
 import contextlib
+import inspect
 import json
 import math
 import signal
@@ -328,7 +329,15 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         raise ValueError(
             f"optimizer must be one of {', '.join(OPTIMIZERS)} or a class of torch.optim, got {config.optimizer!r}"
         )
-    return made(parameters, lr=config.lr, weight_decay=config.weight_decay)  # type: ignore[call-arg]
+    accepted = inspect.signature(made).parameters
+    options: dict[str, Any] = {"lr": config.lr}
+    if "weight_decay" in accepted:
+        options["weight_decay"] = config.weight_decay
+    elif config.weight_decay:
+        raise ValueError(f"optimizer {config.optimizer!r} has no weight decay: leave weight_decay at 0")
+    if made is torch.optim.LBFGS:
+        raise ValueError("LBFGS evaluates the loss several times a step, and a three-pass step is evaluated once")
+    return made(parameters, **options)
 
 
 @contextlib.contextmanager
