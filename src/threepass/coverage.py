@@ -69,7 +69,7 @@ def coverage(model: nn.Module, x: Any, input_at: str | None = None) -> Coverage:
         operations = list(tape.operations)
         dx, d = backward(tape, loss, 1.0, everything=False)
         with torch.no_grad():
-            forward_again(tape, dx, dx, d, Gradients(options, split=True))
+            forward_again(tape, dx, dx, d, Gradients(options.back, options.third, apart=True), exact=False)
         return Coverage(_rows(model, tape, operations), tuple(dict.fromkeys(tape.problems)))
 
 

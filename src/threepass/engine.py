@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from . import exact
+from . import exact as exact_mode
 from .errors import LeftOutWarning, UnsupportedError
 from .gradients import Gradients
 from .operation import Operation
@@ -87,16 +87,27 @@ def three_pass(
 
 
 def run(
-    model: nn.Module, loss_fn, x: Any, y: Any, options: Options, *, third: bool = True, warn: bool = True
+    model: nn.Module,
+    loss_fn,
+    x: Any,
+    y: Any,
+    options: Options,
+    *,
+    third: bool = True,
+    warn: bool = True,
+    weights: tuple[Tensor, Tensor] | None = None,
 ) -> Result:
-    """`three_pass` with its options in one object; third=False leaves pass 3 out, warn=False is for measurements."""
+    """`three_pass` with its options in one object; third=False leaves pass 3 out, warn=False is for measurements.
+
+    weights: in a compiled step, the terms' weights (back, third) as tensors, so that they can move from call to call.
+    """
     try:
-        return _passes(model, loss_fn, x, y, options, third, warn, paths=False)
-    except UnsupportedError:
-        return _passes(model, loss_fn, x, y, options, third, warn, paths=True)  # fails again, and says in which modules
+        return _passes(model, loss_fn, x, y, options, third, warn, weights, paths=False)
+    except UnsupportedError:  # fails again, and says in which modules
+        return _passes(model, loss_fn, x, y, options, third, warn, weights, paths=True)
 
 
-def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, paths: bool) -> Result:
+def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, weights, paths: bool) -> Result:
     check_model(model)
     x = dict(x) if isinstance(x, Mapping) else x
     samples = check_x(x, options)
@@ -117,9 +128,12 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, pat
         if third and warn and not options.exact:
             warn_of_norms(model, tape)
         t_0, unscale = start(dx, options.scale(batch), gain, tape.half)
-        gradients = Gradients(options, options.separate or bool(tape.half), (1 / gain, unscale))
+        low = bool(tape.half) and weights is not None and options.back > 0
+        apart = options.separate or (bool(tape.half) and not low)
+        back, weight_of_third = weights or (options.back, options.third)
+        gradients = Gradients(back, weight_of_third, apart, low, (1 / gain, unscale))
         with torch.no_grad():
-            forward_again(tape, dx, t_0 if third else None, d, gradients)
+            forward_again(tape, dx, t_0 if third else None, d, gradients, options.exact)
         if tape.problems:
             raise UnsupportedError(tape.problems)
         if warn and (count := gradients.left_out(model)):
@@ -129,7 +143,8 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, pat
                 "say): three passes give them none. Put them into the model, or set requires_grad_(False)",
                 LeftOutWarning,
             )
-        grads, backprop_grads, third_grads = gradients.finish(model)
+        grads, *terms = gradients.finish(model)
+        backprop_grads, third_grads = terms if options.separate else (None, None)
 
     squares = torch.stack([g.to(accumulate_dtype(g.dtype)).div(gain).square().sum() for g in dx]).sum()
     return Result(
@@ -189,34 +204,43 @@ def backward(tape: Record, loss: Tensor, seed: float, everything: bool) -> tuple
     return dx, d
 
 
-def forward_again(tape: Record, dx: list[Tensor], t_0: list[Tensor] | None, d: Errors, gradients: Gradients) -> None:
-    """Pass 3: the tangent, operation by operation, and the weights' gradients. Without t_0: those of pass 2 alone."""
+def forward_again(
+    tape: Record, dx: list[Tensor], t_0: list[Tensor] | None, d: Errors, gradients: Gradients, exact: bool
+) -> None:
+    """Pass 3: the tangent, operation by operation, and the weights' gradients. Without t_0: those of pass 2 alone.
+
+    Where the net is piecewise linear, the mix m = back * a + third * t obeys one recursion, m -> W m + back * b and
+    then the same gates: it runs in place of t, and a is not needed.
+    """
     for (source, _, _), g in zip(tape.inputs, dx, strict=True):
         if source.requires_grad:  # weights before input_at
             gradients.add(source, g, None)
+    whole = exact and t_0 is not None
+    program = tape.program(to_the_end=whole)
+    mixed = t_0 is not None and not whole and gradients.may_carry and tape.carries_mix(program)
     signals = tape.signals()
-    for (_, _, z), t in zip(tape.inputs, t_0 or (), strict=False):
-        signals.put(z, t)
-    whole = gradients.options.exact and t_0 is not None
+    for (source, _, z), t in zip(tape.inputs, t_0 or (), strict=False):
+        signals.put(z, gradients.mix(source.detach(), t) if mixed else t)
     visits = []
-    for op, pushes, last in tape.program(to_the_end=whole):
-        tangents: list[Tensor | None] = []
+    while program:
+        op, pushes, last = program.pop()
+        out: list[Tensor | None] = []
         with tape.explaining(op):
             visit = Visit(op, d.pop(op, [None] * len(op.outputs)), [signals.get(z) for _, z in op.active])
             if pushes and t_0 is not None:
-                tangents = visit.push()
+                out = visit.carry(gradients.back) if mixed else visit.push()
             if not whole or visit.flat:
-                visit.collect(gradients)
+                visit.collect(gradients, mixed)
                 visit.forget()
             if whole:
                 visits.append(visit)
         for z in last:
             signals.put(z, None)
         if pushes and t_0 is not None:
-            for u, s in zip(op.outputs, tangents or [u.zeros() for u in op.outputs], strict=True):
+            for u, s in zip(op.outputs, out or [u.zeros() for u in op.outputs], strict=True):
                 signals.put(u, s)
     if whole:
-        exact.pull(tape, visits, gradients)
+        exact_mode.pull(tape, visits, gradients)
 
 
 def _usable(z: Any) -> Any:

@@ -8,31 +8,39 @@ import torch
 from torch import Tensor, nn
 
 from .operation import Operation
-from .options import Options
-from .precision import accumulate_dtype
+from .precision import HALF, accumulate_dtype, round_stochastically
 from .rules.table import Map
 
+Scale = float | Tensor
 Terms = dict[int, tuple[Tensor, Tensor]]  # id of a weight -> the weight, its gradient
+Named = dict[str, Tensor]
 
 
 @dataclass
 class Gradients:
     """Collects r.grads = back * (pass 2's) + third * (pass 3's) over operations and tied weights.
 
-    Together (full precision): one product d (x) mix a weight. Apart (`split`): a product each, because the terms were
-    asked for, or because the mix would lose t to rounding; they are then to be multiplied by `unscale`.
+    A weight takes one product d (x) mix, or, with `apart`, a product for each pass, because the terms were asked for,
+    or because the mix would lose t to rounding. `unscale`: what pass 2's and pass 3's terms are to be multiplied by,
+    where they were computed at a scale of their own (low precision).
     """
 
-    options: Options
-    split: bool
-    unscale: tuple[float | Tensor, float | Tensor] = (1.0, 1.0)
+    back: Scale
+    third: Scale
+    apart: bool
+    low: bool = False  # the mix is rounded to a half format
+    unscale: tuple[Scale, Scale] = (1.0, 1.0)
     mixed: Terms = field(default_factory=dict)
-    back: Terms = field(default_factory=dict)
-    third: Terms = field(default_factory=dict)
+    passes: tuple[Terms, Terms] = field(default_factory=lambda: ({}, {}))
+
+    @property
+    def may_carry(self) -> bool:
+        """Whether pass 3 may carry the mix: neither pass is wanted by itself, and rounding does not lose t."""
+        return not self.apart and not self.low
 
     def add_mapped(self, op: Operation, m: Map, d: Tensor, s: Tensor | None) -> None:
         """A fast rule's products: of the error d with the signal and with its tangent s."""
-        mix = None if self.split or s is None else self._mix(m.signal, s)
+        mix = None if self.apart or s is None else self._mix(m.signal, s)
         for i, weight in op.weights:
             value = op.values[i]
             if value in m.add:
@@ -42,6 +50,17 @@ class Gradients:
             else:
                 self.add(weight, m.grad[value](d, m.signal), None if s is None else m.grad[value](d, s))
 
+    def add_mixed(self, op: Operation, m: Map, d: Tensor | None, mix: Tensor | None) -> None:
+        """A fast rule's product, of the error d with the mix that pass 3 carried."""
+        assert d is not None
+        assert mix is not None
+        for i, weight in op.weights:
+            value = op.values[i]
+            if value in m.add:
+                self.add(weight, m.add[value](d), None)
+            else:
+                _accumulate(self.mixed, weight, m.grad[value](d, mix))
+
     def add_pulled(self, op: Operation, m: Map, r: Tensor) -> None:
         """Exact mode's own products, of R{d} with the signal."""
         for i, weight in op.weights:
@@ -49,61 +68,68 @@ class Gradients:
             self.add(weight, None, m.add[value](r) if value in m.add else m.grad[value](r, m.signal))
 
     def add(self, weight: Tensor, back: Tensor | None, third: Tensor | None) -> None:
-        if self.split:
-            _accumulate(self.back, weight, back)
-            _accumulate(self.third, weight, third)
-        else:
-            _accumulate(self.mixed, weight, back, self.options.back)
-            _accumulate(self.mixed, weight, third, self.options.third)
+        _accumulate(self.passes[0], weight, back)
+        _accumulate(self.passes[1], weight, third)
+
+    def mix(self, a: Tensor, t: Tensor) -> Tensor:
+        """back * a + third * t."""
+        if isinstance(self.back, Tensor) or isinstance(self.third, Tensor):
+            return self.back * a + self.third * t
+        if self.back + self.third == 1:
+            return torch.lerp(t, a, self.back)
+        return torch.add(a * self.back if self.back != 1 else a, t, alpha=self.third)
 
     def _mix(self, a: Tensor | None, t: Tensor) -> Tensor:
         assert a is not None  # a tangent of the signal comes with the signal
-        if self.options.strength is not None:
-            return torch.add(a, t, alpha=self.options.third)
-        return torch.lerp(t, a, self.options.back)
+        if not self.low:
+            return self.mix(a, t)
+        ratio = (self.third * self.unscale[1]) / (self.back * self.unscale[0])
+        mix = a.to(accumulate_dtype(a.dtype)) + ratio * t
+        return round_stochastically(mix, a.dtype) if a.dtype in HALF else mix
+
+    def _scales(self) -> tuple[Scale, Scale, Scale]:
+        """What `mixed` and the passes' own terms are multiplied by."""
+        back, third = self.back * self.unscale[0], self.third * self.unscale[1]
+        return back if self.low else 1.0, back, third
 
     def left_out(self, model: nn.Module) -> int:
         """How many leaves took part that are no parameters of the model."""
         own = {id(p) for p in model.parameters()}
-        terms = {**self.mixed, **self.back, **self.third}
+        terms = {**self.mixed, **self.passes[0], **self.passes[1]}
         return sum(weight.is_leaf and key not in own for key, (weight, _) in terms.items())
 
-    def finish(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor] | None, dict[str, Tensor] | None]:
-        """r.grads, r.backprop_grads and r.third_grads, by parameter name."""
+    def finish(self, model: nn.Module) -> tuple[Named, Named | None, Named | None]:
+        """r.grads, and the two passes' own gradients where they were kept apart, by parameter name."""
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if not self.split:
-            return _by_name(parameters, self.mixed), None, None
-        back, third = (
-            {name: _dense(g) * unscale for name, g in _by_name(parameters, terms).items()}
-            for terms, unscale in zip((self.back, self.third), self.unscale, strict=True)
-        )
-        for name in back.keys() | third.keys():
-            zero = torch.zeros_like(parameters[name], dtype=accumulate_dtype(parameters[name].dtype))
-            back.setdefault(name, zero)
-            third.setdefault(name, zero)
-        names = [name for name in parameters if name in back]
-        grads = {n: self.options.back * back[n] + self.options.third * third[n] for n in names}
-        if not self.options.separate:
+        terms = [_by_name(parameters, each, dense=self.apart) for each in (self.mixed, *self.passes)]
+        names = [name for name in parameters if any(name in each for each in terms)]
+        scaled = list(zip(terms, self._scales(), strict=True))
+        grads = {name: _sum([(each[name], scale) for each, scale in scaled if name in each]) for name in names}
+        if not self.apart:
             return grads, None, None
-        return grads, {n: back[n] for n in names}, {n: third[n] for n in names}
+        back, third = (
+            {n: _sum([(each[n], scale)]) if n in each else torch.zeros_like(grads[n]) for n in names}
+            for each, scale in zip(terms[1:], self.unscale, strict=True)
+        )
+        return grads, back, third
 
 
-def _dense(g: Tensor) -> Tensor:
-    return (g.to_dense() if g.is_sparse else g).to(accumulate_dtype(g.dtype))
+def _sum(terms: list[tuple[Tensor, Scale]]) -> Tensor:
+    (total, scale), *rest = terms
+    total = total if isinstance(scale, float) and scale == 1 else total * scale
+    for g, scale in rest:
+        total = torch.add(total, g, alpha=scale) if isinstance(scale, (int, float)) else total + g * scale
+    return total
 
 
-def _accumulate(terms: Terms, weight: Tensor, g: Tensor | None, scale: float = 1.0) -> None:
+def _accumulate(terms: Terms, weight: Tensor, g: Tensor | None) -> None:
     if g is None:
         return
     g = g.to(accumulate_dtype(weight.dtype))
-    if id(weight) in terms:
-        g = torch.add(terms[id(weight)][1], g, alpha=scale)
-    elif scale != 1:
-        g = scale * g
-    terms[id(weight)] = (weight, g)
+    terms[id(weight)] = (weight, terms[id(weight)][1] + g if id(weight) in terms else g)
 
 
-def _by_name(parameters: dict[str, nn.Parameter], terms: Terms) -> dict[str, Tensor]:
+def _by_name(parameters: dict[str, nn.Parameter], terms: Terms, dense: bool) -> Named:
     """The gradients of the parameters; those of computed weights run on to them by the chain rule."""
     names = {id(p): name for name, p in parameters.items()}
     grads = {names[key]: g for key, (_, g) in terms.items() if key in names}
@@ -115,8 +141,9 @@ def _by_name(parameters: dict[str, nn.Parameter], terms: Terms) -> dict[str, Ten
             chained = torch.autograd.grad(weights, wanted, errors, retain_graph=True, allow_unused=True)
         for name, g in zip(parameters, chained, strict=True):
             if g is not None:
+                g = g.to(accumulate_dtype(g.dtype))
                 grads[name] = grads[name] + g if name in grads else g
-    return grads
+    return {name: g.to_dense() if dense and g.is_sparse else g for name, g in grads.items()}
 
 
 @contextlib.contextmanager

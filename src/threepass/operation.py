@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge
 
 from .calls import Shape, tensors_in, unflatten
 from .replay import SILENT_WRITES, as_recorded
-from .rules.table import Map, Rule, is_flat, name_of
+from .rules.table import Map, Rule, is_flat, is_homogeneous, name_of
 from .signals import Spot
 
 
@@ -48,6 +48,14 @@ class Operation:
         """Whether exact mode needs d of the output: for weights, and for the curvature."""
         flat = is_flat(self.func) if self.rule is None else self.rule.flat
         return bool(self.weights) or not flat
+
+    @property
+    def carries_mix(self) -> bool:
+        """Whether pass 3 can carry the mix of a and t through this call instead of t."""
+        if self.rule is None or self.output is None:
+            return not self.weights and is_homogeneous(self.func, self.values, [i for i, _ in self.active])
+        made = self.map()
+        return made is not None and made.mix is not None
 
     def call(self, values: list[Any]) -> list[Tensor]:
         """The operation as a pure function of its flat arguments: what it writes to, it gets a copy of."""

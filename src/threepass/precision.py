@@ -5,7 +5,8 @@ in fp16 t underflows. So wherever an operation ran in a half format
 
 * pass 3 starts from t_0 divided by a power of two near its largest entry (it is linear in t_0), and fp16's pass 2 from
   the loss times a power of two near the batch size; both are taken out again in float32;
-* the gradients of pass 2 and pass 3 are computed apart and added in float32;
+* the gradients of pass 2 and pass 3 are computed apart and added in float32, or, in a compiled step, in one product
+  with the mix a + k t rounded up or down at random: a is on the grid already, so that only what t adds is rounded;
 * a half parameter's gradient is given in float32, and when `ThreePass` adds it to `p.grad` it is rounded up or down at
   random, with the right mean. The random bits are a hash of the value and its position: no generator moves, and the
   same numbers give the same result.
@@ -31,8 +32,11 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def round_stochastically(z: Tensor, dtype: torch.dtype) -> Tensor:
     """z in a half format: to the neighbour above or below, each as likely as it is near."""
-    info = torch.finfo(dtype)
     z = z.float()
+    if dtype == torch.bfloat16:  # float32 without its last 16 bits: a random number below 2^16 carries into the rest
+        up = ((z.view(torch.int32) + (_hash(z) & 0xFFFF)) & -0x10000).view(torch.float32)
+        return torch.where(torch.isfinite(z), up, z).to(dtype)
+    info = torch.finfo(dtype)
     step = torch.ldexp(torch.full_like(z, info.eps), torch.frexp(z).exponent - 1).clamp_min(
         info.smallest_normal * info.eps
     )
@@ -42,14 +46,17 @@ def round_stochastically(z: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _noise(z: Tensor) -> Tensor:
-    """Uniform in [0, 1): a hash of each value's bits and position."""
-    bits = z.contiguous().view(torch.int32).to(torch.int64)
-    position = torch.arange(z.numel(), device=z.device).view(z.shape)
-    h = (bits * 0x9E3779B1 + position * 0x85EBCA6B) & 0xFFFFFFFF
-    for _ in range(2):
-        h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
-        h = ((h ^ (h >> 12)) * 0x297A2D39) & 0xFFFFFFFF
-    return ((h ^ (h >> 15)) >> 8).to(torch.float32) / 2**24
+    """Uniform in [0, 1): 24 bits of the hash."""
+    return ((_hash(z) >> 8) & 0xFFFFFF).to(torch.float32) / 2**24
+
+
+def _hash(z: Tensor) -> Tensor:
+    """32 random bits: of each value's own bits and of its position."""
+    position = torch.arange(z.numel(), device=z.device).to(torch.int32).view(z.shape)
+    h = z.view(torch.int32) ^ (position * -1640531527)  # 2^32 / golden ratio
+    h = (h ^ ((h >> 16) & 0xFFFF)) * 0x7FEB352D  # "lowbias32"; int32 products wrap, shifts fill with the sign
+    h = (h ^ ((h >> 15) & 0x1FFFF)) * -2073254261
+    return h ^ ((h >> 16) & 0xFFFF)
 
 
 def error_gain(half: set[torch.dtype], batch_size: int) -> float:

@@ -62,8 +62,8 @@ class Record(Activations):
     def signals(self) -> "Signals":
         return Signals(self._shared)
 
-    def program(self, to_the_end: bool) -> Iterator[tuple[Operation, bool, list[Spot]]]:
-        """Empties the tape into the visits of pass 3.
+    def program(self, to_the_end: bool) -> list[tuple[Operation, bool, list[Spot]]]:
+        """Empties the tape into the visits of pass 3, the first one last.
 
         Each: the operation, whether its tangent goes on (to a weight, or to the loss), the spots that it reads last.
         """
@@ -81,8 +81,13 @@ class Record(Activations):
                 ahead.update(map(self._where, spots))
         self.operations, self._makers = [], {}
         self._readers.clear()  # from here on an operation lives until its visit
-        while visits:
-            yield visits.pop()
+        return visits
+
+    def carries_mix(self, program: list[tuple[Operation, bool, list[Spot]]]) -> bool:
+        """Whether pass 3 can carry the mix alone: the net is piecewise linear from its inputs to its last weight."""
+        if self._shared or self.problems:
+            return False
+        return all(op.carries_mix if pushes else op.map() is not None for op, pushes, _ in program)
 
     def wants(self, z: Spot) -> bool:
         """Whether R{d} of z goes anywhere: on along the tape, or from an input on to weights before it."""

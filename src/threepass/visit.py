@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from .gradients import Gradients
+from .gradients import Gradients, Scale
 from .operation import Operation
 from .rules import generic
 from .rules.table import is_flat
@@ -17,6 +17,13 @@ class Visit:
         self.op, self.d, self.t = op, d, t
         self.map = op.map()
         self.s = self.map.tangent(t[0]) if self.map and self.map.signal is not None and t[0] is not None else None
+
+    def carry(self, back: Scale) -> Signal:
+        """The mix of u, where t is the mix of a."""
+        if self.map is None or self.map.mix is None:
+            return generic.push(self.op, self.t)
+        assert self.t[0] is not None
+        return [self.map.mix(self.t[0], back)]
 
     def push(self) -> Signal:
         """The tangents of u."""
@@ -34,9 +41,13 @@ class Visit:
             return self.map.pull is not None
         return not self.op.weights and is_flat(self.op.func)
 
-    def collect(self, gradients: Gradients) -> None:
-        """The gradients of p that passes 2 and 3 give: d (x) mix."""
+    def collect(self, gradients: Gradients, mixed: bool = False) -> None:
+        """The gradients of p that passes 2 and 3 give: d (x) mix; `mixed`: t is the mix already."""
         if not self.op.weights or all(e is None for e in self.d):
+            return
+        if mixed:
+            assert self.map is not None
+            gradients.add_mixed(self.op, self.map, self.d[0], self.s)
             return
         if self.map is not None and self.d[0] is not None:
             gradients.add_mapped(self.op, self.map, self.d[0], self.s)

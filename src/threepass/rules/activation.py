@@ -11,4 +11,4 @@ def relu(u: Tensor, a: Tensor) -> Map:
     def masked(s: Tensor) -> Tensor:
         return torch.ops.aten.threshold_backward(s, u, 0)
 
-    return Map(push=masked, pull=masked)
+    return Map(push=masked, pull=masked, mix=lambda m, back: masked(m))

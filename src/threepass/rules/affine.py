@@ -27,6 +27,7 @@ def linear(u: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         signal=a.detach().to(u.dtype),
         tangent=lambda t: t.to(u.dtype),
         push=lambda s: F.linear(s, w),
+        mix=lambda m, back: F.linear(m.to(u.dtype), w, _times(back, bias, u.dtype)),
         pull=lambda d: (d @ w).to(a.dtype),
         grad={weight: lambda d, s: rows(d).mT @ rows(s)},
         add={} if bias is None else {bias: lambda d: rows(d).sum(0)},
@@ -69,10 +70,15 @@ def _convolution(u, a, weight, bias, stride, padding, dilation, transposed, outp
         signal=signal,
         tangent=lambda t: t.to(u.dtype),
         push=lambda s: _aten.convolution(s, w, None, *how),
+        mix=lambda m, back: _aten.convolution(m.to(u.dtype), w, _times(back, bias, u.dtype), *how),
         pull=lambda d: backward(d, signal, True, False, False)[0].to(a.dtype),
         grad={weight: lambda d, s: backward(d, s, False, True, False)[1]},
         add={} if bias is None else {bias: lambda d: d.sum([0, *range(2, d.dim())])},
     )
+
+
+def _times(back, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if bias is None else (back * bias).to(dtype)
 
 
 def _per_dim(value, dims: int) -> list[int]:

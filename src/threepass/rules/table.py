@@ -34,6 +34,8 @@ class Map:
     pull     R{d} -> what it adds to R{d} of a; given only where u is (piecewise) linear in a: there is no curvature
     grad     for each weight, (d, s) -> its gradient, linear in both
     add      for each additive weight, d -> its gradient; pass 3 adds nothing to it
+    mix      (m, back) -> the mix of u from m, the mix back * a + third * t of a; given only where u = J a + b, with J
+             the same for a and t, so that pass 3 can carry m alone: m -> J m + back * b
     """
 
     push: Callable[..., Tensor]
@@ -42,6 +44,7 @@ class Map:
     pull: Callable[[Tensor], Tensor] | None = None
     grad: dict[Tensor, Callable[[Tensor, Any], Tensor]] = field(default_factory=dict)
     add: dict[Tensor, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    mix: Callable[[Tensor, float | Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,22 @@ def is_flat(func: Any) -> bool:
     return key_of(func) is func and name_of(func).removesuffix("_") in _FLAT
 
 
+def is_homogeneous(func: Any, values: list[Any], active: list[int]) -> bool:
+    """Whether u = J a, with nothing added: then the mix of u is J times the mix of a."""
+    if key_of(func) is not func or any(isinstance(v, Tensor) and i not in active for i, v in enumerate(values)):
+        return False
+    name = name_of(func).removesuffix("_")
+    return name in _HOMOGENEOUS or (name in ("add", "sub") and len(active) == 2)
+
+
 # fmt: off
+_HOMOGENEOUS = frozenset({
+    "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d",
+    "adaptive_max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "cat", "chunk", "clone", "concat", "concatenate",
+    "contiguous", "flatten", "flip", "leaky_relu", "max_pool1d", "max_pool2d", "max_pool3d", "mean", "movedim", "neg",
+    "permute", "pixel_shuffle", "pixel_unshuffle", "relu", "reshape", "select", "split", "squeeze", "stack", "sum", "t",
+    "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "upsample_nearest2d", "view", "view_as",
+})
 _FLAT = frozenset({
     "__getitem__", "__setitem__", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
     "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "add", "amax", "amin", "avg_pool1d",

@@ -1,0 +1,177 @@
+"""The whole step as one compiled function: forward, backward, third pass and mix in one graph.
+
+The engine is its own compiler front end. `trace` runs it once under `make_fx`, which writes down every ATen operation
+of the three passes: a straight, first-order program without autograd. Views that autograd made for itself (detach,
+alias) and what nobody reads are dropped, and the tensors that the program refers to (parameters, buffers) become inputs
+of it, so that it sees them as they are at each call and may write to them. Inductor compiles that program, and on a GPU
+it is recorded as a CUDA graph and replayed: its inputs and outputs then have fixed places in memory.
+
+    captured = capture(fn, inputs)      fn: tensors -> list of tensors
+    outputs = captured(*inputs)
+"""
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from . import passes
+
+Fn = Callable[..., Sequence[Tensor]]
+
+_aten = torch.ops.aten
+_VIEWS = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default, _aten.lift_fresh.default}
+
+
+class CaptureError(RuntimeError):
+    """A step that cannot be captured, and why."""
+
+
+class Program:
+    """A traced function: its graph, whose first inputs are `state`, the tensors that it refers to."""
+
+    def __init__(self, graph: GraphModule, state: list[Tensor]):
+        self.graph, self.state = graph, state
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            return list(self.graph(*self.state, *inputs))
+
+
+def trace(fn: Fn, inputs: Sequence[Tensor]) -> Program:
+    """fn as one graph of ATen operations. fn runs once: what it changes besides its results, the caller puts back."""
+    graph = make_fx(fn)(*inputs)
+    for node in list(graph.graph.nodes):
+        if node.target in _VIEWS:
+            node.replace_all_uses_with(node.args[0])
+    graph.graph.eliminate_dead_code()
+    state = _lift(graph)
+    passes.apply(graph)
+    graph.graph.lint()
+    graph.recompile()
+    return Program(graph, state)
+
+
+def _lift(graph: GraphModule) -> list[Tensor]:
+    """Makes the tensors that the graph refers to its first inputs; returns them, detached."""
+    state: list[Tensor] = []
+    lifted: dict[int, Node] = {}
+    first = next(iter(graph.graph.nodes))
+    for node in list(graph.graph.nodes):
+        if node.op != "get_attr":
+            continue
+        value = getattr(graph, node.target)
+        if id(value) not in lifted:
+            with graph.graph.inserting_before(first):
+                lifted[id(value)] = graph.graph.placeholder(f"state_{len(state)}")
+            lifted[id(value)].meta = dict(node.meta)
+            state.append(value.detach())
+        node.replace_all_uses_with(lifted[id(value)])
+        graph.graph.erase_node(node)
+    return state
+
+
+class Captured:
+    """A traced and compiled function, replayed as a CUDA graph where its inputs are on a GPU.
+
+    With a CUDA graph the outputs are the same tensors at every call, overwritten by the next one.
+    """
+
+    def __init__(self, program: Program, run: Callable[..., Any], compile_seconds: float):
+        self.program, self.run, self.compile_seconds = program, run, compile_seconds
+        self.inputs: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+        self.graph: CudaGraph | None = None
+
+    @property
+    def graph_bytes(self) -> int | None:
+        """The memory that belongs to the CUDA graph: everything between its inputs and outputs."""
+        return None if self.graph is None else self.graph.bytes
+
+    def ungraphed(self, *inputs: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            return list(self.run([*self.program.state, *inputs]))
+
+    def record(self, inputs: Sequence[Tensor], restore: Callable[[], Any] = contextlib.nullcontext) -> None:
+        """Makes the CUDA graph; `restore` puts back what the function writes to while it warms up."""
+        self.inputs = [z.clone() for z in inputs]
+        with restore():
+            self.graph = CudaGraph(lambda: self.ungraphed(*self.inputs))
+        self.outputs = self.graph.outputs
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        if self.graph is None:
+            return self.ungraphed(*inputs)
+        for mine, theirs in zip(self.inputs, inputs, strict=True):
+            if mine is not theirs:
+                mine.copy_(theirs, non_blocking=True)
+        self.graph.replay()
+        return self.outputs
+
+
+def capture(
+    fn: Fn,
+    inputs: Sequence[Tensor],
+    graph: bool | None = None,
+    restore: Callable[[], Any] = contextlib.nullcontext,
+) -> Captured:
+    """Traces and compiles fn for inputs of these shapes.
+
+    graph: replay it as a CUDA graph; default: if the inputs are on a GPU. restore: a context that puts back what fn
+    writes to (buffers), because tracing and warming up run it.
+    """
+    started = time.perf_counter()
+    with restore():
+        program = trace(fn, inputs)
+    captured = Captured(program, _compiled(program, inputs), 0.0)
+    with restore():
+        captured.ungraphed(*inputs)
+    captured.compile_seconds = time.perf_counter() - started
+    if graph if graph is not None else any(z.is_cuda for z in inputs):
+        captured.record(inputs, restore)
+    return captured
+
+
+def _compiled(program: Program, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx
+
+    with torch.no_grad():
+        run = compile_fx(program.graph, [*program.state, *inputs])  # type: ignore[arg-type]
+    return lambda values: run(*values)
+
+
+class CudaGraph:
+    """f() recorded as a CUDA graph, after a warm-up on a stream of its own; `outputs` are overwritten by `replay`."""
+
+    def __init__(self, f: Callable[[], Any], warm_up: int = 3):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(warm_up):
+                f()
+        torch.cuda.current_stream().wait_stream(stream)
+        with _collected():
+            before = torch.cuda.memory_reserved()
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self.outputs = f()
+            self.bytes = torch.cuda.memory_reserved() - before
+
+    def replay(self) -> Any:
+        self._graph.replay()
+        return self.outputs
+
+
+@contextlib.contextmanager
+def _collected() -> Iterator[None]:
+    """Garbage goes before a graph is recorded, not while it is."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    yield
