@@ -6,7 +6,7 @@ from . import models, reference
 from .alignment import Alignment, alignment
 from .coverage import Coverage, coverage
 from .engine import Result, three_pass
-from .errors import LeftOutWarning, NormalizationWarning, UnsupportedError
+from .errors import LeftOutWarning, NormalizationWarning, UncompiledWarning, UnsupportedError
 from .init import init_
 from .rules import Map, rule
 from .step import ThreePass
@@ -20,6 +20,7 @@ __all__ = [
     "NormalizationWarning",
     "Result",
     "ThreePass",
+    "UncompiledWarning",
     "UnsupportedError",
     "alignment",
     "coverage",

@@ -32,5 +32,9 @@ class LeftOutWarning(UserWarning):
     """A tensor that needs a gradient takes part, and is no parameter of the model: it gets none."""
 
 
+class UncompiledWarning(UserWarning):
+    """`compile=True` could not capture a step: it runs eagerly."""
+
+
 class NormalizationWarning(UserWarning):
     """Paper mode leaves out the curvature of normalisation layers; `mode="exact"` does not."""

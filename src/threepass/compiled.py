@@ -1,0 +1,197 @@
+"""`ThreePass(compile=True)`: every kind of call captured once, then replayed.
+
+A call's kind is all that the captured program depends on besides the contents of tensors: shapes, dtypes and strides of
+x and y, the modules' training flags, the places of parameters and buffers in memory, autocast, and whether pass 3 runs.
+Options' weights are inputs of the program, so that alpha may move. What Python does besides computing tensors (printing,
+counting) happens when a kind is captured, not at every call.
+
+A kind that cannot be captured runs eagerly, as all do beyond `KINDS`; a warning says so once, with the reason.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+
+from .capture import Captured, CaptureError, capture
+from .engine import Result, run
+from .errors import UncompiledWarning
+from .options import Options, check_model
+from .precision import round_stochastically
+from .surroundings import unchanged_on_error
+
+KINDS = 8
+
+
+@dataclass
+class Step:
+    """A captured kind of call, and how its flat outputs make a result."""
+
+    captured: Captured
+    parameters: list[nn.Parameter]
+    leaves: list[Any]  # of the result; a number is a place among the outputs
+    spec: TreeSpec
+
+    def __call__(self, weights: Tensor, tensors: list[Tensor]) -> Result:
+        """Runs the step; adds to `p.grad`."""
+        static = self.captured.graph is not None
+        if static:
+            self._keep_sums()
+        outputs = self.captured(weights, *tensors)
+        count = len(self.parameters)
+        self._add(outputs[:count])
+        fields = [outputs[leaf.place] if isinstance(leaf, _Place) else leaf for leaf in self.leaves]
+        result = Result(**tree_unflatten(fields, self.spec))
+        return _apart_from_graph(result) if static else result
+
+    def _keep_sums(self) -> None:
+        """A `p.grad` that lies in the graph's own memory is a sum so far: the replay must not overwrite it."""
+        own = {z.data_ptr() for z in self.captured.outputs[: len(self.parameters)]}
+        for p in self.parameters:
+            if p.grad is not None and p.grad.data_ptr() in own:
+                p.grad = p.grad.clone()
+
+    @torch.no_grad()
+    def _add(self, grads: list[Tensor]) -> None:
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters):
+            with torch.enable_grad():
+                torch.autograd.backward(self.parameters, [g.clone() for g in grads])
+            return
+        sums = [(p.grad, g) for p, g in zip(self.parameters, grads, strict=True) if p.grad is not None]
+        if sums:
+            torch._foreach_add_([s for s, _ in sums], [g for _, g in sums])
+        for p, g in zip(self.parameters, grads, strict=True):
+            if p.grad is None:
+                p.grad = g
+
+
+@dataclass(frozen=True)
+class _Place:
+    place: int
+
+
+class CompiledSteps:
+    """The captured steps of one `ThreePass`."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor]):
+        self.model, self.loss_fn = model, loss_fn
+        self.steps: dict[Hashable, Step | None] = {}
+        self._weights: dict[tuple[float, float, torch.device], Tensor] = {}
+        self._warned = False
+
+    @property
+    def compile_seconds(self) -> float:
+        return sum(step.captured.compile_seconds for step in self.steps.values() if step is not None)
+
+    @property
+    def graph_bytes(self) -> int | None:
+        """The memory of all CUDA graphs; None where there are none."""
+        each = [step.captured.graph_bytes for step in self.steps.values() if step is not None]
+        return sum(b for b in each if b is not None) if any(b is not None for b in each) else None
+
+    def __call__(self, x: Any, y: Any, options: Options, third: bool) -> Result | None:
+        """A step, added to `p.grad`; None where this kind of call runs eagerly."""
+        check_model(self.model)
+        flat, spec = tree_flatten((x, y))
+        tensors = [z for z in flat if isinstance(z, Tensor)]
+        kind = self._kind(flat, spec, options, third)
+        weights = self._weights_of(options)
+        if kind not in self.steps:
+            self.steps[kind] = self._captured(flat, spec, weights, options, third)
+        step = self.steps[kind]
+        return None if step is None else step(weights, tensors)
+
+    def _kind(self, flat: list[Any], spec: TreeSpec, options: Options, third: bool) -> Hashable:
+        return (
+            tuple(_kind_of(z) for z in flat), spec,
+            options.mode, options.scale(2), options.input_at, options.batch_size, options.separate,
+            options.back > 0, third and options.third > 0, options.strength is None,
+            tuple((p.data_ptr(), p.requires_grad) for p in self.model.parameters()),
+            tuple(b.data_ptr() for b in self.model.buffers()),
+            tuple(m.training for m in self.model.modules()),
+            tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
+        )  # fmt: skip
+
+    def _weights_of(self, options: Options) -> Tensor:
+        """(back, third) on the model's device; each pair is sent there once."""
+        p = next(self.model.parameters())
+        key = (options.back, options.third, p.device)
+        if key not in self._weights:
+            if len(self._weights) > 4096:  # a schedule that never repeats itself
+                self._weights.clear()
+            dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+            self._weights[key] = torch.tensor([options.back, options.third], dtype=dtype, device=p.device)
+        return self._weights[key]
+
+    def _captured(self, flat: list[Any], spec: TreeSpec, weights: Tensor, options: Options, third: bool) -> Step | None:
+        if len(self.steps) >= KINDS:
+            self._warn(f"more than {KINDS} kinds of calls came (of shapes, say); those after them are not compiled")
+            return None
+        try:
+            return _capture(self.model, self.loss_fn, flat, spec, weights, options, third)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+            self._warn(f"{type(error).__name__}: {reason}")
+            return None
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            self._warned = True
+            text = (
+                f"compile=True: this step runs eagerly, with the same results, because it cannot be captured: {reason}"
+            )
+            warnings.warn(text, UncompiledWarning, stacklevel=5)
+
+
+def _capture(model, loss_fn, flat: list[Any], spec: TreeSpec, weights: Tensor, options: Options, third: bool) -> Step:
+    names: list[str] = []
+    leaves: list[Any] = []
+    made: list[TreeSpec] = []
+    named = dict(model.named_parameters())
+    buffers = [id(b) for b in model.buffers()]
+
+    def step(weights: Tensor, *tensors: Tensor) -> list[Tensor]:
+        rest = iter(tensors)
+        x, y = tree_unflatten([next(rest) if isinstance(z, Tensor) else z for z in flat], spec)
+        r = run(model, loss_fn, x, y, options, third=third, weights=(weights[0], weights[1]))
+        grads = [
+            g if g.dtype == named[n].dtype else round_stochastically(g, named[n].dtype) for n, g in r.grads.items()
+        ]
+        found, result_spec = tree_flatten(dict(vars(r)))
+        names[:], made[:], leaves[:] = r.grads, [result_spec], []
+        outputs = list(grads)
+        for leaf in found:
+            leaves.append(_Place(len(outputs)) if isinstance(leaf, Tensor) else leaf)
+            outputs += [leaf] if isinstance(leaf, Tensor) else []
+        return outputs
+
+    tensors = [z for z in flat if isinstance(z, Tensor)]
+    captured = capture(step, [weights, *tensors], restore=lambda: _restored(model))
+    if [id(b) for b in model.buffers()] != buffers:
+        raise CaptureError("the model replaces a buffer by another tensor; write to it in place")
+    return Step(captured, [named[n] for n in names], leaves, made[0])
+
+
+@contextlib.contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    with unchanged_on_error(model, always=True):
+        yield
+
+
+def _kind_of(z: Any) -> Hashable:
+    if isinstance(z, Tensor):
+        return z.shape, z.stride(), z.dtype, z.device, z.is_inference()
+    return z if isinstance(z, Hashable) else id(z)
+
+
+def _apart_from_graph(r: Result) -> Result:
+    """Copies of what people keep from call to call; input_grad and grads stay in the graph's memory."""
+    output = tree_map(lambda z: z.clone() if isinstance(z, Tensor) else z, r.output)
+    return Result(output, r.loss.clone(), r.input_loss.clone(), r.input_grad, r.grads, r.backprop_grads, r.third_grads)
