@@ -142,7 +142,7 @@ def _compiled(program: Program, inputs: Sequence[Tensor]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
     with torch.no_grad():
-        run = compile_fx(program.graph, [*program.state, *inputs])  # type: ignore[arg-type]
+        run: Any = compile_fx(program.graph, [*program.state, *inputs])
     return lambda values: run(*values)
 
 

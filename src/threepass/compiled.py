@@ -1,9 +1,9 @@
 """`ThreePass(compile=True)`: every kind of call captured once, then replayed.
 
-A call's kind is all that the captured program depends on besides the contents of tensors: shapes, dtypes and strides of
-x and y, the modules' training flags, the places of parameters and buffers in memory, autocast, and whether pass 3 runs.
-Options' weights are inputs of the program, so that alpha may move. What Python does besides computing tensors (printing,
-counting) happens when a kind is captured, not at every call.
+A call's kind is all that the captured program depends on besides the contents of tensors: shapes, dtypes and strides
+of x and y, the modules' training flags, the places of parameters and buffers in memory, autocast, and whether pass 3
+runs. The weights of the two terms are inputs of the program, so that alpha may move. What Python does besides computing
+tensors (printing, counting) happens when a kind is captured, not at every call.
 
 A kind that cannot be captured runs eagerly, as all do beyond `KINDS`; a warning says so once, with the reason.
 """
