@@ -6,7 +6,7 @@ So pass 2 marks a closed gate in it by minus zero, and pass 3 reads the mark the
 it, and a net of rectifiers needs no more memory than in plain training.
 
 Alphas. Inductor folds the sum of two matrix products into one call and forgets the factor of `add(a, b, alpha=c)` on
-the way (seen in torch 2.11 and 2.13), so that the factor becomes a product of its own.
+the way (seen in torch 2.13), so that the factor becomes a product of its own.
 """
 
 import torch

@@ -53,7 +53,7 @@ def _noise(z: Tensor) -> Tensor:
 def _hash(z: Tensor) -> Tensor:
     """32 random bits: of each value's own bits and of its position."""
     position = torch.arange(z.numel(), device=z.device).to(torch.int32).view(z.shape)
-    h = z.view(torch.int32) ^ (position * -1640531527)  # 2^32 / golden ratio
+    h = z.view(torch.int32) ^ position
     h = (h ^ ((h >> 16) & 0xFFFF)) * 0x7FEB352D  # "lowbias32"; int32 products wrap, shifts fill with the sign
     h = (h ^ ((h >> 15) & 0x1FFFF)) * -2073254261
     return h ^ ((h >> 16) & 0xFFFF)

@@ -24,8 +24,8 @@ class ThreePass:
     strength). Gradients go through autograd's own accumulation, so hooks on parameters fire as they do in `backward()`.
 
     compile=True captures the whole step, compiles it, and replays it as a CUDA graph on a GPU: the same numbers,
-    faster. On a GPU `r.grads` and `r.input_grad` (and `p.grad`, where it was None) then lie in memory that the next call
-    overwrites: clone what you keep. `step.compiled.compile_seconds` and `.graph_bytes` say what it costs.
+    faster. On a GPU `r.grads` and `r.input_grad` (and `p.grad`, where it was None) then lie in memory that the next
+    call overwrites: clone what you keep. `step.compiled.compile_seconds` and `.graph_bytes` say what it costs.
     """
 
     def __init__(
