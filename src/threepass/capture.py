@@ -139,9 +139,18 @@ def capture(
 
 
 def _compiled(program: Program, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    with torch.no_grad():
+    class Share(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            passes.share_sums(graph)
+
+        def uuid(self) -> str:
+            return "threepass.share_sums.1"  # the key of Inductor's cache on disk: another number for another pass
+
+    with torch.no_grad(), config.patch(post_grad_custom_pre_pass=Share()):
         run: Any = compile_fx(program.graph, [*program.state, *inputs])
     return lambda values: run(*values)
 

@@ -7,10 +7,15 @@ it, and a net of rectifiers needs no more memory than in plain training.
 
 Alphas. Inductor folds the sum of two matrix products into one call and forgets the factor of `add(a, b, alpha=c)` on
 the way (seen in torch 2.13), so that the factor becomes a product of its own.
+
+Sharing. Pass 3 needs statistics that pass 1 took; once the compiler has written both out as sums, one of the two goes.
 """
+
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
 
 _aten = torch.ops.aten
 
@@ -19,6 +24,38 @@ def apply(graph: GraphModule) -> None:
     write_out_alphas(graph.graph)
     mark_gates(graph.graph)
     graph.graph.eliminate_dead_code()
+
+
+_SUMS = {_aten.var_mean.correction, _aten.var.correction, _aten.sum.dim_IntList, _aten.sum.default, _aten.mean.dim,
+         _aten.amax.default, _aten.mm.default, _aten.bmm.default, _aten.convolution.default}  # fmt: skip
+
+
+def share_sums(graph: Graph) -> None:
+    """Takes equal reductions and products once. The graph must be functional: no operation in it writes to a tensor."""
+    first: dict[Any, Node] = {}
+    same: dict[Node, Node] = {}
+
+    def known(value: Any) -> Any:
+        return same.get(value, value) if isinstance(value, Node) else repr(value)  # 0.0, -0.0 and False are not equal
+
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.is_impure() or _is_random(node):
+            continue
+        key = (node.target, map_aggregate((node.args, node.kwargs), known))
+        same[node] = twin = first.setdefault(_hashable(key), node)
+        if twin is not node and node.target in _SUMS:
+            node.replace_all_uses_with(twin)
+            graph.erase_node(node)
+
+
+def _is_random(node: Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _hashable(key: Any) -> Any:
+    if isinstance(key, (tuple, list)):
+        return tuple(map(_hashable, key))
+    return tuple((k, _hashable(v)) for k, v in key.items()) if isinstance(key, dict) else key
 
 
 def write_out_alphas(graph: Graph) -> None:
