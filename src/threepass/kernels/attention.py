@@ -340,6 +340,7 @@ TILE = 64  # the longest side of scores that one program keeps
 
 
 def tangent_blocks(q: Tensor, k: Tensor, v: Tensor, precision: str) -> Blocks:
+    """As large as registers allow (ptxas, for sm_80 and sm_90); three products for one take the most."""
     if q.dtype != torch.float32:
         return Blocks(64, 64 if max(q.shape[-1], v.shape[-1]) <= 64 else 32, stages=2)
     if precision != "tf32":
@@ -353,7 +354,7 @@ def bend_blocks(q: Tensor, k: Tensor, v: Tensor, precision: str) -> BendBlocks:
     if max(q.shape[-2], k.shape[-2]) <= TILE and not (full and precision != "tf32"):
         return Blocks(TILE, TILE, warps=8 if wide or full else 4)
     if full:
-        return (Blocks(64, 32) if precision == "tf32" else Blocks(32, 32)), Blocks(32, 32)
+        return (Blocks(64, 32), Blocks(32, 32)) if precision == "tf32" else (Blocks(16, 32), Blocks(32, 32, warps=8))
     return (Blocks(64, 32), Blocks(32, 64)) if wide else (Blocks(64, 32, stages=2), Blocks(32, 64, stages=2))
 
 
