@@ -1,13 +1,9 @@
 """An operation in pass 3, with all that the passes have brought to it: d from behind, t from before."""
 
-from torch import Tensor
-
 from .gradients import Gradients, Scale
 from .operation import Operation
 from .rules import generic
-from .rules.table import is_flat
-
-Signal = list[Tensor | None]
+from .rules.table import Signal, is_flat
 
 
 class Visit:
@@ -31,8 +27,12 @@ class Visit:
             return generic.push(self.op, self.t)
         if self.s is not None:
             return [self.map.push(self.s)]
-        by_position = dict(zip((i for i, _ in self.op.active), self.t, strict=True))
-        return [self.map.push(*(by_position.get(i) for i in range(self.op.arity)))]
+        return [self.map.push(*self._by_position())]
+
+    def _by_position(self) -> Signal:
+        """The tangents of the arguments that a fast rule knows, None for those that are not active."""
+        given = dict(zip((i for i, _ in self.op.active), self.t, strict=True))
+        return [given.get(i) for i in range(self.op.arity)]
 
     @property
     def flat(self) -> bool:
@@ -68,6 +68,9 @@ class Visit:
                 return [None]
             gradients.add_pulled(self.op, self.map, r[0])
             return [self.map.pull(r[0]) if wanted else None]
+        if self.map is not None and self.map.bend is not None:
+            bent = self.map.bend(r, self.d, self._by_position()) if wanted else [None] * self.op.arity
+            return [bent[i] for i, _ in self.op.active]
         back, third, pulled = generic.derive(self.op, self.d, self.t, r, curvature=True)
         for (_, weight), b, g in zip(self.op.weights, back, third, strict=True):
             gradients.add(weight, b, g)

@@ -1,15 +1,30 @@
-"""Attention: u = P v with P = softmax(S), S = q kᵀ / √n + mask.
+"""Attention: u = P v with P = softmax(S), S = scale q kᵀ + mask, in every head for itself.
 
-The tangent is P t_v + (P ∘ (t_S - rowsum(P ∘ t_S))) v. The output u stays what pass 1's fused kernel computed.
+Pass 3, with t_S = scale (t_q kᵀ + q t_kᵀ) and t_P = P ∘ (t_S - rowsum(P ∘ t_S)):
+
+    t_u = P t_v + t_P v.
+
+Pass 2 is d_v = Pᵀ d, d_P = d vᵀ, d_S = P ∘ (d_P - D) with D = rowsum(P ∘ d_P), d_q = scale d_S k, d_k = scale d_Sᵀ q.
+Exact mode differentiates it along (t_q, t_k, t_v) and r = R{d}:
+
+    R{d_v} = t_Pᵀ d + Pᵀ r            R{d_P} = r vᵀ + d t_vᵀ
+    R{d_S} = t_P ∘ (d_P - D) + P ∘ (R{d_P} - R{D})            R{D} = rowsum(t_P ∘ d_P + P ∘ R{d_P})
+    R{d_q} = scale (R{d_S} k + d_S t_k)            R{d_k} = scale (R{d_S}ᵀ q + d_Sᵀ t_q).
+
+The output u stays what pass 1's fused kernel computed. On a GPU both run in kernels that keep S, P and the rest on the
+chip (`kernels/attention.py`); here they are written out, for every other call.
 """
 
+import functools
+import importlib.util
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .table import Map, rule
+from .table import Map, Signal, rule
 
 
 @rule(F.scaled_dot_product_attention, arity=3)
@@ -17,24 +32,142 @@ def attention(u, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=
     """q: (..., l, n), k: (..., m, n), v: (..., m, o), u: (..., l, o)."""
     if dropout_p > 0 or enable_gqa:
         return None
-    q, k, v = (z.detach().to(u.dtype) for z in (q, k, v))
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    values = q.detach().to(u.dtype), k.detach().to(u.dtype), v.detach().to(u.dtype)
+    scores = Scores(1 / math.sqrt(q.shape[-1]) if scale is None else scale, is_causal, attn_mask)
+    fused = _fits_kernels(*values, scores)
 
-    def probabilities() -> Tensor:
-        scores = ((q @ k.mT) * scale).to(torch.promote_types(u.dtype, torch.float32))
-        mask = torch.ones_like(scores, dtype=torch.bool).tril() if is_causal else attn_mask
+    def push(*t: Tensor | None) -> Tensor:
+        t_q, t_k, t_v = _to(u.dtype, t)
+        if fused:
+            return _fused_tangent(u, *values, t_q, t_k, t_v, scores)
+        t_u = tangent(*values, t_q, t_k, t_v, scores)
+        return torch.zeros_like(u, device=q.device) if t_u is None else t_u
+
+    def bend(r: Signal, d: Signal, t: Signal) -> Signal:
+        t_q, t_k, t_v = _to(u.dtype, t)
+        d_u, r_u = _to(u.dtype, (*d, *r))
+        bent = (_fused_bend if fused else curved)(*values, t_q, t_k, t_v, d_u, r_u, scores)
+        return [None if s is None else s.sum_to_size(z.shape).to(z.dtype) for s, z in zip(bent, (q, k, v), strict=True)]
+
+    return Map(push=push, bend=bend)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """S = scale q kᵀ + mask; causal: query i sees keys 0 to i; of a boolean mask the false entries are left out."""
+
+    scale: float
+    causal: bool = False
+    mask: Tensor | None = None
+
+    def softmax(self, q: Tensor, k: Tensor) -> Tensor:
+        """P, in float32 at least; a row that sees nothing is zero."""
+        s = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * self.scale
+        mask = torch.ones_like(s, dtype=torch.bool).tril() if self.causal else self.mask
         if mask is not None:
-            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-        return torch.ops.aten._safe_softmax(scores, -1)
+            s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask
+        return torch.ops.aten._safe_softmax(s, -1)
 
-    def push(t_q: Tensor | None, t_k: Tensor | None, t_v: Tensor | None) -> Tensor:
-        p = probabilities()
-        out = torch.zeros_like(u, device=q.device) if t_v is None else p.to(u.dtype) @ t_v.to(u.dtype)
-        t_s = [z for z in (t_q is not None and t_q.to(u.dtype) @ k.mT, t_k is not None and q @ t_k.to(u.dtype).mT)
-               if z is not False]  # fmt: skip
-        if t_s:
-            t_s = sum(t_s).to(p.dtype) * scale
-            out = out + (p * (t_s - (p * t_s).sum(-1, keepdim=True))).to(u.dtype) @ v
-        return out
 
-    return Map(push=push)
+def tangent(q, k, v, t_q, t_k, t_v, scores: Scores) -> Tensor | None:
+    """t_u; a tangent that is None is zero."""
+    p = scores.softmax(q, k)
+    return _sum(_product(p, t_v), _product(_tangent_of_softmax(p, q, k, t_q, t_k, scores), v))
+
+
+def curved(q, k, v, t_q, t_k, t_v, d, r, scores: Scores) -> Signal:
+    """R{d} of q, k and v; what is None of the tangents, d and r is zero."""
+    p = scores.softmax(q, k)
+    t_p = _tangent_of_softmax(p, q, k, t_q, t_k, scores)
+    d_p = _centred(p, _product(d, v.mT))
+    r_p = _centred(p, _sum(_product(r, v.mT), _product(d, _turned(t_v))))
+    d_s = None if d_p is None else p * d_p
+    r_s = None if r_p is None else p * r_p
+    if t_p is not None and d_p is not None:  # rowsum(t_P) = 0, so that R{D} may take d_P - D for d_P
+        bent = t_p * d_p
+        r_s = _sum(r_s, bent - p * bent.sum(-1, keepdim=True))
+    r_v = _sum(_product(_turned(t_p), d), _product(_turned(p), r))
+    r_q = _sum(_product(r_s, k), _product(d_s, t_k))
+    r_k = _sum(_product(_turned(r_s), q), _product(_turned(d_s), t_q))
+    return [None if r_q is None else r_q * scores.scale, None if r_k is None else r_k * scores.scale, r_v]
+
+
+def _tangent_of_softmax(p, q, k, t_q, t_k, scores: Scores) -> Tensor | None:
+    t_s = _centred(p, _sum(_product(t_q, k.mT), _product(q, _turned(t_k))))
+    return None if t_s is None else p * t_s * scores.scale
+
+
+def _centred(p: Tensor, z: Tensor | None) -> Tensor | None:
+    """z - rowsum(P ∘ z), in P's format."""
+    return None if z is None else z.to(p.dtype) - (p * z).sum(-1, keepdim=True)
+
+
+def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """a b, in the narrower format: what is P-shaped is wide, the signals come in the model's format."""
+    if a is None or b is None:
+        return None
+    return a.to(b.dtype) @ b
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _turned(z: Tensor | None) -> Tensor | None:
+    return None if z is None else z.mT
+
+
+def _to(dtype: torch.dtype, signals) -> Signal:
+    return [None if s is None else s.to(dtype) for s in signals]
+
+
+def _fits_kernels(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> bool:
+    return (
+        q.is_cuda
+        and scores.mask is None
+        and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and q.dim() in (3, 4)
+        and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]
+        and all(z.numel() > 0 for z in (q, k, v))
+        and max(q.shape[-1], v.shape[-1]) <= _widest_head(q.device, q.dtype)
+    )
+
+
+@functools.cache
+def _widest_head(device: torch.device, dtype: torch.dtype) -> int:
+    """The widest head that the kernels take on this GPU, with room on the chip for blocks of all operands."""
+    if importlib.util.find_spec("triton") is None or torch.version.hip is not None:
+        return 0
+    gpu = torch.cuda.get_device_properties(device)
+    room = getattr(gpu, "shared_memory_per_block_optin", gpu.shared_memory_per_block)
+    if gpu.major < 8 or room < 96 * 1024:
+        return 0
+    return 128 if dtype != torch.float32 and room >= 160 * 1024 else 64
+
+
+def _fused_tangent(u, q, k, v, t_q, t_k, t_v, scores: Scores) -> Tensor:
+    from ..kernels.attention import attention_tangent
+
+    by_token = u.dim() == 4 and u.stride(1) < u.stride(2)
+    operands = map(_with_heads, (q, k, v, t_q, t_k, t_v))
+    return attention_tangent(*operands, scores.scale, scores.causal, _float32_products(), by_token).view(u.shape)
+
+
+def _fused_bend(q, k, v, t_q, t_k, t_v, d, r, scores: Scores) -> Signal:
+    from ..kernels.attention import attention_bend
+
+    by_token = q.dim() == 4 and q.stride(1) < q.stride(2)
+    if d is None:
+        d = torch.zeros_like(r)
+    operands = map(_with_heads, (q, k, v, t_q, t_k, t_v, d, r))
+    bent = attention_bend(*operands, scores.scale, scores.causal, _float32_products(), by_token)
+    return [s.view(z.shape) for s, z in zip(bent, (q, k, v), strict=True)]
+
+
+def _with_heads(z: Tensor | None) -> Tensor | None:
+    return z if z is None or z.dim() == 4 else z.unsqueeze(1)
+
+
+def _float32_products() -> str:
+    """As torch's own products: TF32 where it is allowed, else what tensor cores make of three of them."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Signal = list[Tensor | None]
+
 
 def _same(t: Tensor) -> Tensor:
     return t
@@ -32,6 +34,8 @@ class Map:
     tangent  t -> the signal's tangent s
     push     s -> the tangent of u
     pull     R{d} -> what it adds to R{d} of a; given only where u is (piecewise) linear in a: there is no curvature
+    bend     for an operation without weights, (r, d, t) -> R{d} of the arguments, curvature included; r, d: R{d} and d
+             of the outputs; t and what comes back: by position, as push takes them; None where there is nothing
     grad     for each weight, (d, s) -> its gradient, linear in both
     add      for each additive weight, d -> its gradient; pass 3 adds nothing to it
     mix      (m, back) -> the mix of u from m, the mix back * a + third * t of a; given only where u = J a + b, with J
@@ -42,6 +46,7 @@ class Map:
     signal: Tensor | None = None
     tangent: Callable[[Tensor], Tensor] = _same
     pull: Callable[[Tensor], Tensor] | None = None
+    bend: Callable[[Signal, Signal, Signal], Signal] | None = None
     grad: dict[Tensor, Callable[[Tensor, Any], Tensor]] = field(default_factory=dict)
     add: dict[Tensor, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     mix: Callable[[Tensor, float | Tensor], Tensor] | None = None
