@@ -128,10 +128,11 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, wei
         if third and warn and not options.exact:
             warn_of_norms(model, tape)
         t_0, unscale = start(dx, options.scale(batch), gain, tape.half)
-        low = bool(tape.half) and weights is not None and options.back > 0
-        apart = options.separate or (bool(tape.half) and not low)
+        half = bool(tape.half)
+        relative = weights is not None and options.back > 0 and not options.separate
+        apart = options.separate or (half and not relative)
         back, weight_of_third = weights or (options.back, options.third)
-        gradients = Gradients(back, weight_of_third, apart, low, (1 / gain, unscale))
+        gradients = Gradients(back, weight_of_third, apart, relative, half, (1 / gain, unscale))
         with torch.no_grad():
             forward_again(tape, dx, t_0 if third else None, d, gradients, options.exact)
         if tape.problems:
@@ -218,6 +219,7 @@ def forward_again(
     whole = exact and t_0 is not None
     program = tape.program(to_the_end=whole)
     mixed = t_0 is not None and not whole and gradients.may_carry and tape.carries_mix(program)
+    gradients.relative &= not mixed
     signals = tape.signals()
     for (source, _, z), t in zip(tape.inputs, t_0 or (), strict=False):
         signals.put(z, gradients.mix(source.detach(), t) if mixed else t)

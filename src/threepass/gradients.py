@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .operation import Operation
-from .precision import HALF, accumulate_dtype, round_stochastically
+from .precision import accumulate_dtype, mix_op
 from .rules.table import Map
 
 Scale = float | Tensor
@@ -28,7 +28,8 @@ class Gradients:
     back: Scale
     third: Scale
     apart: bool
-    low: bool = False  # the mix is rounded to a half format
+    relative: bool = False  # the mix is a + (third / back) t, and its products are multiplied by back
+    half: bool = False  # some operation ran in a half format
     unscale: tuple[Scale, Scale] = (1.0, 1.0)
     mixed: Terms = field(default_factory=dict)
     passes: tuple[Terms, Terms] = field(default_factory=lambda: ({}, {}))
@@ -36,7 +37,7 @@ class Gradients:
     @property
     def may_carry(self) -> bool:
         """Whether pass 3 may carry the mix: neither pass is wanted by itself, and rounding does not lose t."""
-        return not self.apart and not self.low
+        return not self.apart and not self.half
 
     def add_mapped(self, op: Operation, m: Map, d: Tensor, s: Tensor | None) -> None:
         """A fast rule's products: of the error d with the signal and with its tangent s."""
@@ -81,16 +82,16 @@ class Gradients:
 
     def _mix(self, a: Tensor | None, t: Tensor) -> Tensor:
         assert a is not None  # a tangent of the signal comes with the signal
-        if not self.low:
+        if not self.relative:
             return self.mix(a, t)
         ratio = (self.third * self.unscale[1]) / (self.back * self.unscale[0])
-        mix = a.to(accumulate_dtype(a.dtype)) + ratio * t
-        return round_stochastically(mix, a.dtype) if a.dtype in HALF else mix
+        assert isinstance(ratio, Tensor)
+        return mix_op(a, t, ratio)
 
     def _scales(self) -> tuple[Scale, Scale, Scale]:
         """What `mixed` and the passes' own terms are multiplied by."""
         back, third = self.back * self.unscale[0], self.third * self.unscale[1]
-        return back if self.low else 1.0, back, third
+        return back if self.relative else 1.0, back, third
 
     def left_out(self, model: nn.Module) -> int:
         """How many leaves took part that are no parameters of the model."""

@@ -14,8 +14,11 @@ Sharing. Pass 3 needs statistics that pass 1 took; once the compiler has written
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
+
+from .precision import mix_of
 
 _aten = torch.ops.aten
 
@@ -23,6 +26,7 @@ _aten = torch.ops.aten
 def apply(graph: GraphModule) -> None:
     write_out_alphas(graph.graph)
     mark_gates(graph.graph)
+    open_mixes(graph.graph)
     graph.graph.eliminate_dead_code()
 
 
@@ -77,33 +81,29 @@ def mark_gates(graph: Graph) -> None:
     for u, (first, *later) in gates.items():
         others = [order[user] for user in u.users if user not in gates[u]]
         if later and max(others, default=0) < order[later[0]]:
-            marked = _marked(graph, first)
+            put(graph, first, marked, (first.args[0], u))
             for gate in later:
-                _gated(graph, gate, marked)
+                put(graph, gate, gated, (gate.args[0], first))
 
 
-def _marked(graph: Graph, gate: Node) -> Node:
-    """In place of a gate of g by u: g where u > 0, with no zero that is negative; minus zero elsewhere."""
-    g, u, _ = gate.args
-    with graph.inserting_before(gate):
-        positive = graph.call_function(_aten.where.ScalarSelf, (graph.call_function(_aten.eq.Scalar, (g, 0)), 0.0, g))
-        is_open = graph.call_function(_aten.gt.Scalar, (u, 0))
-        marked = graph.call_function(_aten.where.ScalarOther, (is_open, positive, -0.0))
-    return _put(graph, gate, marked)
+def marked(g: Tensor, u: Tensor) -> Tensor:
+    """A gate of g by u that leaves its mark: g where u > 0, with no zero that is negative; minus zero elsewhere."""
+    return torch.where(u > 0, torch.where(g == 0, 0.0, g), -0.0)
 
 
-def _gated(graph: Graph, gate: Node, marked: Node) -> None:
-    """In place of a gate of s: s where the mark is not minus zero, whose bits are the least whole number's."""
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[marked.meta["val"].dtype.itemsize]
-    with graph.inserting_before(gate):
-        seen = graph.call_function(_aten.view.dtype, (marked, bits))
-        is_closed = graph.call_function(_aten.eq.Scalar, (seen, torch.iinfo(bits).min))
-        gated = graph.call_function(_aten.where.ScalarSelf, (is_closed, 0.0, gate.args[0]))
-    _put(graph, gate, gated)
+def gated(s: Tensor, mark: Tensor) -> Tensor:
+    """s where the mark is not minus zero, whose bits are the least whole number's."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[mark.dtype.itemsize]
+    return torch.where(mark.view(bits) == torch.iinfo(bits).min, 0.0, s)
 
 
-def _put(graph: Graph, old: Node, new: Node) -> Node:
-    new.meta = dict(old.meta)
-    old.replace_all_uses_with(new)
-    graph.erase_node(old)
-    return new
+def open_mixes(graph: Graph) -> None:
+    """The compiler is to see what a mix is made of."""
+    for node in graph.nodes:
+        if node.target is torch.ops.threepass.mix.default:
+            node.target = mix_of
+
+
+def put(graph: Graph, node: Node, target: Any, args: tuple[Any, ...]) -> None:
+    """Another call in a node's place; it may be any function of tensors, which the compiler looks into."""
+    node.target, node.args, node.kwargs = target, args, {}

@@ -59,6 +59,16 @@ def _hash(z: Tensor) -> Tensor:
     return h ^ ((h >> 16) & 0xFFFF)
 
 
+def mix_of(a: Tensor, t: Tensor, ratio: Tensor) -> Tensor:
+    """a + ratio * t; in a half format what t adds is rounded up or down at random."""
+    mix = a.to(accumulate_dtype(a.dtype)) + ratio * t
+    return round_stochastically(mix, a.dtype) if a.dtype in HALF else mix
+
+
+mix_op = torch.library.custom_op("threepass::mix", mix_of, mutates_args=())  # one node of a captured step
+mix_op.register_fake(lambda a, t, ratio: torch.empty_like(a))
+
+
 def error_gain(half: set[torch.dtype], batch_size: int) -> float:
     """What pass 2's errors are multiplied by: fp16's are errors of a sample rather than of the batch."""
     return 2.0 ** round(math.log2(batch_size)) if torch.float16 in half else 1.0
