@@ -1,0 +1,1 @@
+"""Operations of the three passes as kernels of our own, each with a plain PyTorch twin."""
