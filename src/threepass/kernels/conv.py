@@ -1,0 +1,150 @@
+"""3 x 3 convolutions of few channels, with the elementwise operations around them, as operations of the three passes.
+
+    forward           pass 1 with its ReLU; pass 3 of a ReLU net, where the mix itself is pushed, with pass 2's gate
+    backward_input    pass 2: the error of the layer before, through its ReLU
+    backward_weight   d (x) m summed over samples and pixels, and the sum of d
+    forward_tangent   pass 3: the tangent through a ReLU, and the mix a + ratio t
+
+Padding 1, stride 1 or 2, no groups, no dilation. a: (n, i, h, w), W: (o, i, 3, 3), z and d: (n, o, h', w').
+
+The error of a closed ReLU is written as minus zero, that of an open one never is: so d itself tells pass 3 which ReLUs
+are open, and pass 1's activations need not be kept for it.
+
+Each is a custom operation (`torch.ops.threepass`) that the compiler sees through. Where `fits` says so it is a Triton
+kernel (`conv_triton.py`), else plain PyTorch.
+"""
+
+import functools
+import importlib.util
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.library import triton_op
+
+from ..precision import HALF, accumulate_dtype, round_stochastically
+
+_aten = torch.ops.aten
+_CHANNELS = 128
+
+
+def fits(stride: int, *tensors: Tensor, weight: Sequence[int]) -> bool:
+    """Whether the kernels take these signals (n, c, h, w) and a weight of this shape (o, i, 3, 3)."""
+    z = tensors[0]
+    return (
+        _runs_on(z.device)
+        and stride in (1, 2)
+        and len(weight) == 4
+        and tuple(weight[2:]) == (3, 3)
+        and max(weight[:2]) <= _CHANNELS
+        and z.dtype in (torch.float32, torch.bfloat16)
+        and all(s.dtype == z.dtype and s.dim() == 4 for s in tensors)
+        and all(s.numel() > 0 and s.is_contiguous(memory_format=torch.channels_last) for s in tensors)
+        and stride**2 * z.numel() // z.shape[1] * max(weight[:2]) < 2**31  # the kernels' offsets are 32-bit
+    )
+
+
+def _runs_on(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return _has_triton() and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1" and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _kernels():
+    """The kernels' module; it needs Triton."""
+    from . import conv_triton
+
+    return conv_triton
+
+
+def forward(a: Tensor, w: Tensor, bias: Tensor | None, stride: int, relu: bool, gate: Tensor | None) -> Tensor:
+    """z = W * a + bias; with `relu` max(z, 0); with a `gate` like z, 0 where that is minus zero."""
+    return torch.ops.threepass.conv3x3(a, w, bias, stride, relu, gate)
+
+
+def backward_input(d: Tensor, w: Tensor, stride: int, size: Sequence[int], open: Tensor | None) -> Tensor:
+    """g = W^T * d, of height and width `size`; with `open` like g, minus zero where that is not positive."""
+    return torch.ops.threepass.conv3x3_input(d, w, stride, size, open)
+
+
+def backward_weight(d: Tensor, m: Tensor, stride: int, channels_last: bool = False) -> tuple[Tensor, Tensor]:
+    """(sum d (x) m as (o, i, 3, 3), sum d as (o)) in float32, the same bits every time."""
+    return torch.ops.threepass.conv3x3_weight(d, m, stride, channels_last)
+
+
+def forward_tangent(t: Tensor, w: Tensor, stride: int, a: Tensor, ratio: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """z = W * t where a > 0, else 0, and a + ratio z, in bfloat16 rounded at random with the right mean.
+
+    a is the ReLU's output, like z; ratio a float32 scalar. The random bits are a hash of value, place and seed.
+    """
+    return torch.ops.threepass.conv3x3_tangent(t, w, stride, a, ratio, seed)
+
+
+@triton_op("threepass::conv3x3", mutates_args=())
+def _forward(a: Tensor, w: Tensor, bias: Tensor | None, stride: int, relu: bool, gate: Tensor | None) -> Tensor:
+    if fits(stride, a, weight=w.shape) and a.dtype == w.dtype:
+        return _kernels().forward(a, w, bias, stride, relu, gate)
+    z = _convolution(a, w, None if bias is None else bias.to(a.dtype), stride)
+    z = z.relu() if relu else z
+    return z if gate is None else torch.where((gate == 0) & torch.signbit(gate), 0.0, z)
+
+
+@triton_op("threepass::conv3x3_input", mutates_args=())
+def _backward_input(d: Tensor, w: Tensor, stride: int, size: Sequence[int], open: Tensor | None) -> Tensor:
+    height, width = size
+    if fits(stride, d, weight=w.shape) and d.dtype == w.dtype:
+        return _kernels().backward_input(d, w, stride, (height, width), open)
+    a = torch.empty((d.shape[0], w.shape[1], height, width), dtype=d.dtype, device=d.device)
+    g = _convolution_backward(d, a, w, stride, (True, False, False))[0]
+    return g if open is None else torch.where(open > 0, torch.where(g == 0, 0.0, g), -0.0)
+
+
+@triton_op("threepass::conv3x3_weight", mutates_args=())
+def _backward_weight(d: Tensor, m: Tensor, stride: int, channels_last: bool) -> tuple[Tensor, Tensor]:
+    shape = (d.shape[1], m.shape[1], 3, 3)
+    if fits(stride, d, m, weight=shape):
+        return _kernels().backward_weight(d, m, stride, channels_last)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    d, m = (z.to(accumulate_dtype(z.dtype)) for z in (d, m))
+    w = torch.empty(shape, dtype=d.dtype, device=d.device)
+    g_w = _convolution_backward(d, m, w, stride, (False, True, False))[1]
+    return g_w.contiguous(memory_format=layout), d.sum((0, 2, 3))
+
+
+@triton_op("threepass::conv3x3_tangent", mutates_args=())
+def _forward_tangent(t: Tensor, w: Tensor, stride: int, a: Tensor, ratio: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    if fits(stride, t, a, weight=w.shape) and t.dtype == w.dtype and ratio.dtype == torch.float32:
+        return _kernels().forward_tangent(t, w, stride, a, ratio, seed)
+    z = torch.where(a > 0, _convolution(t, w, None, stride), 0.0)
+    exact = accumulate_dtype(a.dtype)
+    mix = a.to(exact) + ratio * z.to(exact)
+    return z, mix if a.dtype not in HALF else _rounded_randomly(mix, seed, a.dtype)
+
+
+def _rounded_randomly(z: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
+    """float32 z in a half format: up or down, each as likely as it is near; bfloat16 bit for bit as the kernel."""
+    if dtype != torch.bfloat16:
+        return round_stochastically(z, dtype)
+    bits = z.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    n, c, height, width = z.shape
+    position = torch.arange(z.numel(), device=z.device).view(n, height, width, c).permute(0, 3, 1, 2)
+    h = (bits * 0x9E3779B1 + position * 0x85EBCA6B + seed * 0xC2B2AE35) & 0xFFFFFFFF
+    h = ((h ^ (h >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
+    h = ((h ^ (h >> 15)) * 0xD35A2D97) & 0xFFFFFFFF
+    up = (h ^ (h >> 15)) >> 16
+    rounded = ((bits + up) & 0xFFFF0000).to(torch.int32).view(torch.float32)
+    return torch.where(torch.isfinite(z), rounded, z).to(dtype)
+
+
+def _convolution(a: Tensor, w: Tensor, bias: Tensor | None, stride: int) -> Tensor:
+    return _aten.convolution(a, w, bias, [stride] * 2, [1, 1], [1, 1], False, [0, 0], 1)
+
+
+def _convolution_backward(d: Tensor, a: Tensor, w: Tensor, stride: int, mask: tuple[bool, ...]) -> tuple[Tensor, ...]:
+    return _aten.convolution_backward(d, a, w, None, [stride] * 2, [1, 1], [1, 1], False, [0, 0], 1, mask)

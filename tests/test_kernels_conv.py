@@ -1,0 +1,189 @@
+"""The 3 x 3 convolutions with their neighbours: plain PyTorch against autograd, the kernels against plain PyTorch.
+
+The kernels run in Triton's interpreter, in a process of its own, where Triton is there.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from threepass.kernels import conv
+
+# batch, channels in and out, height, width, stride
+CASES = [(2, 3, 16, 6, 5, 1), (1, 16, 5, 7, 8, 2), (2, 32, 16, 4, 4, 1), (3, 17, 33, 5, 3, 2)]
+RATIO = torch.tensor(0.03)
+
+
+def signals(case, dtype=torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """a, W, b, and d with the marks of closed ReLUs; channels last."""
+    n, i, o, height, width, stride = case
+    torch.manual_seed(sum(case))
+    a = torch.randn(n, i, height, width).to(dtype, memory_format=torch.channels_last)
+    w = torch.randn(o, i, 3, 3).to(dtype, memory_format=torch.channels_last)
+    d = torch.randn(n, o, (height - 1) // stride + 1, (width - 1) // stride + 1)
+    d = torch.where(torch.rand_like(d) < 0.3, -0.0, d)
+    return a, w, torch.randn(o).to(dtype), d.to(dtype, memory_format=torch.channels_last)
+
+
+def minus_zero(z: Tensor) -> Tensor:
+    return (z == 0) & torch.signbit(z)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_plain_against_autograd(case):
+    a, w, b, d = signals(case)
+    stride = case[-1]
+    leaves = [z.requires_grad_() for z in (a, w, b)]
+    u = F.conv2d(a, w, b, stride, 1)
+    g_a, g_w, g_b = torch.autograd.grad(u, leaves, d)
+    a, w, b, u = (z.detach() for z in (a, w, b, u))
+
+    torch.testing.assert_close(conv.forward(a, w, b, stride, False, None), u)
+    torch.testing.assert_close(conv.forward(a, w, b, stride, True, None), u.relu())
+    torch.testing.assert_close(conv.forward(a, w, b, stride, False, d), u * ~minus_zero(d))
+    torch.testing.assert_close(conv.backward_input(d, w, stride, a.shape[2:], None), g_a)
+    for channels_last in (False, True):
+        grads = conv.backward_weight(d, a, stride, channels_last)
+        torch.testing.assert_close(grads, (g_w, g_b))
+        assert grads[0].is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    t, mix = conv.forward_tangent(a, w, stride, u.relu(), RATIO.double(), 1)
+    torch.testing.assert_close(t, F.conv2d(a, w, None, stride, 1) * (u > 0))
+    torch.testing.assert_close(mix, u.relu() + 0.03 * t, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_minus_zero_marks_the_closed_and_them_alone(dtype):
+    a, w, _, d = signals(CASES[0], dtype)
+    w[:8] = 0  # a zero error through an open ReLU
+    d[:, 8:] = 0
+    g = conv.backward_input(d, w, 1, a.shape[2:], a)
+    assert (g == 0).all()
+    assert torch.equal(minus_zero(g), a <= 0)
+    kept = conv.forward(a, w + 1, None, 1, False, d)
+    assert torch.equal(kept == 0, minus_zero(d))  # the zeros that are no marks let through
+
+
+def test_random_rounding_is_unbiased_and_keeps_what_is_not_finite():
+    z = torch.linspace(-4, 4, 64)[:, None].expand(64, 40000) * (1 + 1e-3)
+    rounded = conv._rounded_randomly(z.reshape(64, 100, 20, 20), 3, torch.bfloat16).float().view(64, -1)
+    step = z.abs() * 2**-7
+    assert ((rounded - z).abs() <= step).all()
+    assert ((rounded - z).mean(1).abs() < 4 * step[:, 0] / 40000**0.5).all()
+    odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0]).view(1, 4, 1, 1)
+    torch.testing.assert_close(
+        conv._rounded_randomly(odd, 0, torch.bfloat16), odd.to(torch.bfloat16), equal_nan=True, rtol=0, atol=0
+    )
+
+
+def test_the_seed_moves_the_rounding_and_nothing_else_does():
+    a, w, _, d = signals(CASES[0], torch.bfloat16)
+    first, again, other = (conv.forward_tangent(a, w, 1, d.abs(), RATIO, seed)[1] for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_operations_can_be_traced():
+    a, w, b, d = signals(CASES[0], torch.float32)
+    calls = [
+        (torch.ops.threepass.conv3x3.default, (a, w, b, 1, True, d)),
+        (torch.ops.threepass.conv3x3_input.default, (d, w, 1, a.shape[2:], a)),
+        (torch.ops.threepass.conv3x3_weight.default, (d, a, 1, True)),
+        (torch.ops.threepass.conv3x3_tangent.default, (a, w, 1, d, RATIO, 5)),
+    ]
+    for op, args in calls:
+        torch.library.opcheck(op, args)
+        graph = make_fx(lambda *z, op=op: op(*z), tracing_mode="fake")(*args).graph
+        assert op in [node.target for node in graph.nodes]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_kernels_in_the_interpreter():
+    code = "import test_kernels_conv as t; t.check_kernels()"
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
+def check_kernels() -> None:
+    """Kernels against plain PyTorch in float64; runs under TRITON_INTERPRET=1."""
+    torch.set_num_threads(1)
+    _mend_interpreter()
+    for case in CASES:
+        for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+            _check_case(case, dtype, tolerance)
+    _check_rounding()
+
+
+def _check_case(case, dtype: torch.dtype, tolerance: float) -> None:
+    a, w, b, d = signals(case, dtype)
+    *_, height, width, stride = case
+    assert conv.fits(stride, a, weight=w.shape)
+    assert not conv.fits(stride, a.double(), weight=w.shape)
+    calls = [
+        (conv.forward, (a, w, b.float(), stride, True, None)),
+        (conv.forward, (a, w.contiguous(), None, stride, False, d)),
+        (conv.backward_input, (d, w, stride, (height, width), None)),
+        (conv.backward_input, (d, w.contiguous(), stride, (height, width), a)),
+        (conv.backward_weight, (d, a, stride, False)),
+        (conv.backward_weight, (d, a, stride, True)),
+        (conv.forward_tangent, (a, w, stride, d, RATIO, 5)),
+    ]
+    for function, args in calls:
+        got = function(*args)
+        expected = function(*(z.double() if isinstance(z, Tensor) else z for z in args))
+        again = function(*args)
+        for z, reference, other in zip(*map(_as_tuple, (got, expected, again)), strict=True):
+            assert z.shape == reference.shape
+            assert torch.equal(z, other)
+            error = (z.double() - reference).norm() / reference.norm()
+            assert error < tolerance, (function.__name__, case, dtype, error)
+    marked = conv.backward_input(d, w, stride, (height, width), a)
+    assert torch.equal(minus_zero(marked), a <= 0)
+
+
+def _check_rounding() -> None:
+    """With the identity for a weight the sums are the same, so the kernel rounds as plain PyTorch, bit for bit."""
+    t = torch.randn(2, 16, 4, 4).to(torch.bfloat16, memory_format=torch.channels_last)
+    a = torch.randn(2, 16, 4, 4).abs().to(torch.bfloat16, memory_format=torch.channels_last)
+    a[0, 0, 0, 0], a[1, 3, 2, 1] = torch.inf, torch.nan
+    w = torch.zeros(16, 16, 3, 3, dtype=torch.bfloat16)
+    w[:, :, 1, 1] = torch.eye(16)
+    _, mix = conv.forward_tangent(t, w, 1, a, RATIO, 9)
+    expected = conv._rounded_randomly(a.float() + RATIO * torch.where(a > 0, t, 0).float(), 9, torch.bfloat16)
+    torch.testing.assert_close(mix, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def _as_tuple(z: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return z if isinstance(z, tuple) else (z,)
+
+
+def _mend_interpreter() -> None:
+    """Triton 3.6's interpreter multiplies bfloat16 as if it were uint16, and with NumPy 2.4 cannot count loops."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    multiply, patch = interpreter.InterpreterBuilder.create_dot, interpreter._patch_lang_tensor
+
+    def wide(z):
+        if z.dtype.scalar != tl.bfloat16:
+            return z
+        data = interpreter._convert_float(z.data, tl.bfloat16, tl.float32, None).view(np.float32)
+        return interpreter.TensorHandle(data, tl.float32)
+
+    def create_dot(self, a, b, *rest):
+        return multiply(self, wide(a), wide(b), *rest)
+
+    def patch_lang_tensor(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+    interpreter._patch_lang_tensor = patch_lang_tensor
