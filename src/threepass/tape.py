@@ -152,8 +152,10 @@ class Record(Activations):
         versions = [_version(values[i]) for i, _ in tensors]
         args, kwargs = unflatten(values, spec)
         autocast = (self.device, torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device))
+        rule = self._rule(func, spec, active)
+        tap = rule.tap(*args, **kwargs) if rule is not None and rule.tap is not None else None
         with as_recorded(func, autocast, None) if rng is not None else contextlib.nullcontext():
-            out = func(*args, **kwargs)
+            out = func(*args, **kwargs) if tap is None else tap.output
         if not self.recording:
             return out
         out = apart(out)
@@ -165,11 +167,13 @@ class Record(Activations):
             return out
         spots = [(i, spot or self._known(func, z)) for i, z, spot in active]
         known = [(i, spot) for i, spot in spots if spot is not None]
-        module, rule = self.path[-1] if self.path else "", self._rule(func, spec, active)
+        module = self.path[-1] if self.path else ""
         op = Operation(func, kept, spec, known, weights, module, autocast, rng, rule, written)
         if not writes and any(i in written for i, *_ in (*active, *weights)):
             self.problem(op.name, "writes to its arguments unannounced", "end its name with an underscore")
         self._append(op, sorted(outputs.values(), key=lambda output: output[0]))
+        if tap is not None:
+            op.edges, op.leaves = [get_gradient_edge(tap.input)], tap.leaves
         return out
 
     def _rule(self, func, spec, active) -> Rule | None:
