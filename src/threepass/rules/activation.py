@@ -68,7 +68,7 @@ def _gelu_tanh_second(a: Tensor) -> Tensor:
 
 
 def _smooth(first: Callable[[Tensor], Tensor], z: Tensor, second: Callable[[Tensor], Tensor]) -> Map:
-    """first: r -> conj(f') r, as autograd's own; second: z -> f'', of a or of u. Real tensors are their own conjugates."""
+    """first: r -> conj(f') r, as in pass 2; second: z -> f'', of a or of u. A real tensor is its own conjugate."""
     dtype = torch.promote_types(z.dtype, torch.float32)
     return Map(
         push=lambda t: first(t.to(z.dtype).conj()).conj(),
