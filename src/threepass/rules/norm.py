@@ -9,6 +9,7 @@ before; pass 2's gradients of scale and shift are sums that batch norm's own bac
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -142,7 +143,8 @@ class _Group:
             self.x_hat = a * self.rstd
 
     def mean(self, z: Tensor) -> Tensor:
-        return z.mean(self.dims, keepdim=True)
+        """As a sum, which the gradients of scale and shift take too: the compiler then takes it once."""
+        return z.sum(self.dims, keepdim=True) / self.count
 
     def jacobian(self, z: Tensor) -> Tensor:
         """J z"""
@@ -164,7 +166,7 @@ def _norm_at_input(u, a, weight, bias, eps) -> Map:
     dtype = group.rstd.dtype
 
     def third(d: Tensor, t: Tensor) -> Tensor:
-        return (d.to(dtype) * t.to(dtype)).sum(dims) / _not_zero(weight)
+        return (d.to(dtype) * t.to(dtype)).sum(dims, keepdim=True).flatten() / _not_zero(weight)
 
     def curve(d: Tensor, t: Tensor, scale: Tensor, *_: Any) -> Tensor:
         return group.curvature(d, t, _scale(scale.view(shape) / group.count, weight, shape, dtype))
@@ -181,26 +183,27 @@ def _norm_at_input(u, a, weight, bias, eps) -> Map:
 
 def _norm(u, a, weight, bias, dims, summed, shape, eps, *, centred=True, view=None) -> Map:
     """Any norm, with d the error of u; where groups split a dimension of a, `view` is a's shape with it split."""
-    view = a.shape if view is None else view
-    group = _Group(a.reshape(view), dims, eps, centred)
+
+    def split(z: Tensor) -> Tensor:  # no reshape where there is nothing to split: the compiler then shares statistics
+        return z if view is None else z.reshape(view)
+
+    def joined(z: Tensor) -> Tensor:
+        return z if view is None else z.reshape(a.shape)
+
+    group = _Group(split(a), dims, eps, centred)
     dtype = group.rstd.dtype
 
-    def scaled(z: Tensor) -> Tensor:
-        z = z.reshape(view).to(dtype)
-        return z if weight is None else z * weight.view(shape)
-
     def curve(d: Tensor, t: Tensor) -> Tensor:
-        g = scaled(d)
-        along = group.mean(group.x_hat * g)
-        return group.curvature(group.jacobian(g), t.reshape(view), along).reshape(a.shape)
+        g = _scale(split(d).to(dtype), weight, shape, dtype)
+        return joined(group.curvature(group.jacobian(g), split(t), group.mean(group.x_hat * g)))
 
     return Map(
         signal=group.x_hat,
-        tangent=lambda t: group.jacobian(t.reshape(view)),
-        push=lambda s: scaled(s).reshape(a.shape).to(u.dtype),
-        pull=lambda r: group.jacobian(scaled(r)).reshape(a.shape),
+        tangent=lambda t: group.jacobian(split(t)),
+        push=lambda s: joined(_scale(s, weight, shape, u.dtype)),
+        pull=lambda r: joined(group.jacobian(_scale(split(r).to(dtype), weight, shape, dtype))),
         curve=curve,
-        **_affine(weight, bias, summed, view),
+        **_affine(weight, bias, summed, split),
     )
 
 
@@ -213,16 +216,13 @@ def _scale(s: Tensor, weight: Tensor | None, shape: list[int], dtype: torch.dtyp
     return (s if weight is None else s * weight.view(shape)).to(dtype)
 
 
-def _affine(weight: Tensor | None, bias: Tensor | None, summed: list[int], view=None) -> dict:
+def _affine(weight, bias, summed: list[int], split: Callable[[Tensor], Tensor] = lambda z: z) -> dict[str, Any]:
     """The gradients of scale and shift: sums over every dimension that they are broadcast along."""
 
     def total(z: Tensor, like: Tensor) -> Tensor:
-        return (z.sum(summed) if summed else z).reshape(like.shape)
-
-    def grouped(d: Tensor) -> Tensor:
-        return d if view is None else d.reshape(view)
+        return (z.sum(summed, keepdim=True) if summed else z).reshape(like.shape)
 
     return {
-        "grad": {} if weight is None else {weight: lambda d, s: total(grouped(d) * s, weight)},
-        "add": {} if bias is None else {bias: lambda d: total(grouped(d), bias)},
+        "grad": {} if weight is None else {weight: lambda d, s: total(s * split(d), weight)},
+        "add": {} if bias is None else {bias: lambda d: total(split(d), bias)},
     }
