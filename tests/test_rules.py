@@ -1,5 +1,7 @@
 """Fast rules as linear maps: push is the Jacobian, pull its transpose, grad their derivative by the weight."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -33,14 +35,24 @@ GRID = [
         [2],
     ),
     ("layer-norm", torch.layer_norm, (r(5, 2, 3), (2, 3), r(2, 3), r(2, 3)), [2], [3]),
+    ("layer-norm-plain", torch.layer_norm, (r(5, 6), (6,)), [], []),
+    ("rms-norm", torch.rms_norm, (r(5, 6), (6,), r(6), 0.1), [2], []),
+    ("group-norm", torch.group_norm, (r(5, 4, 3, 2), 2, r(4), r(4), 0.1), [2], [3]),
+    ("instance-norm", torch.instance_norm, (r(5, 3, 4), r(3), r(3), None, None, True, 0.1, 0.1, False), [1], [2]),
     ("relu", torch.relu, (r(4, 5),), [], []),
+    ("tanh", torch.tanh, (r(4, 5),), [], []),
+    ("sigmoid", torch.sigmoid, (r(4, 5),), [], []),
+    ("silu", torch._C._nn.silu, (3 * r(4, 5),), [], []),
+    ("gelu", F.gelu, (3 * r(4, 5),), [], []),
+    ("gelu-tanh", functools.partial(F.gelu, approximate="tanh"), (3 * r(4, 5),), [], []),
 ]
 EACH = pytest.mark.parametrize(("func", "args", "weights", "added"), [g[1:] for g in GRID], ids=[g[0] for g in GRID])
 
 
 def made(func, args) -> tuple[torch.Tensor, Map]:
     u = func(*args)
-    return u, rule_for(func).make(u, *args)
+    keywords = getattr(func, "keywords", {})
+    return u, rule_for(getattr(func, "func", func)).make(u, *args, **keywords)
 
 
 @EACH
@@ -54,11 +66,31 @@ def test_push_is_the_jacobian(func, args, weights, added):
 @EACH
 def test_pull_is_its_transpose(func, args, weights, added):
     u, m = made(func, args)
-    if m.pull is None:
-        assert func in (torch.batch_norm, torch.layer_norm)  # curved: exact mode goes through the generic rule
-        return
+    assert m.pull is not None
     t, d = torch.randn_like(args[0]), torch.randn_like(u)
     torch.testing.assert_close((d * m.push(m.tangent(t))).sum(), (m.pull(d) * t).sum())
+
+
+def tapped(func, args) -> bool:
+    return func is torch.batch_norm and args[5]
+
+
+@EACH
+def test_curve_is_the_derivative_of_the_jacobian(func, args, weights, added):
+    u, m = made(func, args)
+    d, t = torch.randn_like(u), torch.randn_like(args[0])
+    leaves = [z.clone().requires_grad_() if i in (0, *weights, *added) else z for i, z in enumerate(args)]
+    out = func(*leaves)
+    found = torch.autograd.grad(out, [leaves[i] for i in (*weights, *added)], d, retain_graph=True) if weights else ()
+    (d_a,) = torch.autograd.grad(out, leaves[0], d, create_graph=True)
+    phi = (d_a * t).sum()
+    expected = torch.autograd.grad(phi, leaves[0], allow_unused=True)[0] if phi.requires_grad else None
+    if m.curve is None:
+        assert expected is None or not expected.any()
+    elif tapped(func, args):
+        torch.testing.assert_close(m.curve(d_a.detach(), t, *found), expected)
+    else:
+        torch.testing.assert_close(m.curve(d, t), expected)
 
 
 @EACH
@@ -74,6 +106,9 @@ def test_weight_gradients(func, args, weights, added):
     for i, b, s in zip(weights, back, third, strict=False):
         product = m.grad[args[i]]
         torch.testing.assert_close(product(d, m.signal), b)
+        if tapped(func, args):
+            torch.testing.assert_close(m.third[args[i]](d_a.detach(), t), s)
+            continue
         torch.testing.assert_close(product(d, m.tangent(t)), s)
         mix = torch.lerp(m.tangent(t), m.signal, 0.3)
         torch.testing.assert_close(product(d, mix), 0.3 * b + 0.7 * s)

@@ -190,17 +190,20 @@ def forward(model, loss_fn, x, y, options: Options, tape: Record, paths: bool) -
 
 
 def backward(tape: Record, loss: Tensor, seed: float, everything: bool) -> tuple[list[Tensor], Errors]:
-    """Pass 2: dl/dx, and the error d of every operation that has weights (for exact mode, also of every curved one)."""
+    """Pass 2: dl/dx, and the error d of every operation that has weights (for exact mode, also of every curved one).
+
+    Of a tapped operation it is the error of a, and behind it stand the gradients of the weights.
+    """
     ops = [op for op in tape.operations if op.weights or (everything and op.needs_error)]
     leaves = [leaf for _, leaf, _ in tape.inputs]
-    wanted: list[Any] = [*leaves, *(edge for op in ops for edge in op.edges)]
+    wanted: list[Any] = [*leaves, *(z for op in ops for z in (*op.edges, *(leaf for _, leaf in op.leaves)))]
     with tape.rerunning():
         errors = list(torch.autograd.grad(loss, wanted, torch.full_like(loss, seed), allow_unused=True))
     dx = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, errors, strict=False)]
     rest = iter(errors[len(leaves) :])
-    d = {op: [op.error_at_output(next(rest)) for _ in op.edges] for op in ops}
+    d = {op: [op.error_at_output(next(rest)) for _ in op.edges] + [next(rest) for _ in op.leaves] for op in ops}
     for op in ops:
-        for i, changed in op.bent.items():
+        for i, changed in op.bent.items() if not op.leaves else ():
             d[op][i] = changed
     return dx, d
 

@@ -62,6 +62,13 @@ class Gradients:
             else:
                 _accumulate(self.mixed, weight, m.grad[value](d, mix))
 
+    def add_tapped(self, op: Operation, m: Map, d: Tensor, s: Tensor | None, found: list[Tensor | None]) -> None:
+        """Behind a tap: the gradients that pass 2 found, and pass 3's from d, the error of a."""
+        for i, weight in op.weights:
+            value = op.values[i]
+            back = next(g for (given, _), g in zip(op.leaves, found, strict=True) if given is value)
+            self.add(weight, back, m.third[value](d, s) if value in m.third and s is not None else None)
+
     def add_pulled(self, op: Operation, m: Map, r: Tensor) -> None:
         """Exact mode's own products, of R{d} with the signal."""
         for i, weight in op.weights:

@@ -31,7 +31,8 @@ class Operation:
     picks: list[int] = field(default_factory=list)  # which of the call's results are the outputs u
     outputs: list[Spot] = field(default_factory=list)
     output: Tensor | None = None  # u, for a fast rule; its contents, if the rule reads them
-    edges: list[GradientEdge] = field(default_factory=list)  # where pass 2 finds the error d of each output
+    edges: list[GradientEdge] = field(default_factory=list)  # where pass 2 finds the error d of each output, or of a
+    leaves: list[tuple[Tensor | None, Tensor]] = field(default_factory=list)  # behind a tap: weights and their leaves
     bent: dict[int, Tensor] = field(default_factory=dict)  # errors that hooks of the user's changed
     base: Spot | None = None  # of whom the output is a part, where the call writes through a view
 

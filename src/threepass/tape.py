@@ -87,7 +87,7 @@ class Record(Activations):
         """Whether pass 3 can carry the mix alone: the net is piecewise linear from its inputs to its last weight."""
         if self._shared or self.problems:
             return False
-        return all(op.carries_mix if pushes else op.map() is not None for op, pushes, _ in program)
+        return all(op.carries_mix for op, _, _ in program)
 
     def wants(self, z: Spot) -> bool:
         """Whether R{d} of z goes anywhere: on along the tape, or from an input on to weights before it."""
@@ -157,8 +157,10 @@ class Record(Activations):
         versions = [_version(values[i]) for i, _ in tensors]
         args, kwargs = unflatten(values, spec)
         autocast = (self.device, torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device))
+        rule = self._rule(func, spec, active)
+        tap = rule.tap(*args, **kwargs) if rule is not None and rule.tap is not None else None
         with as_recorded(func, autocast, None) if rng is not None else contextlib.nullcontext():
-            out = func(*args, **kwargs)
+            out = func(*args, **kwargs) if tap is None else tap.output
         if not self.recording:
             return out
         out = apart(out)
@@ -170,11 +172,13 @@ class Record(Activations):
             return out
         spots = [(i, spot or self._known(func, z)) for i, z, spot in active]
         known = [(i, spot) for i, spot in spots if spot is not None]
-        module, rule = self.path[-1] if self.path else "", self._rule(func, spec, active)
+        module = self.path[-1] if self.path else ""
         op = Operation(func, kept, spec, known, weights, module, autocast, rng, rule, written)
         if not writes and any(i in written for i, *_ in (*active, *weights)):
             self.problem(op.name, "writes to its arguments unannounced", "end its name with an underscore")
         self._append(op, sorted(outputs.values(), key=lambda output: output[0]))
+        if tap is not None:
+            op.edges, op.leaves = [get_gradient_edge(tap.input)], tap.leaves
         return out
 
     def _rule(self, func, spec, active) -> Rule | None:

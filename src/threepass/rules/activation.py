@@ -1,14 +1,77 @@
-"""Activations: u = f(a) with f' frozen at pass 1's values. Rectifiers are linear wherever they have a derivative."""
+"""Activations: u = f(a) with f' and f'' frozen at pass 1's values: t -> f' t, R{d} -> f' R{d} + f'' d t.
+
+Rectifiers are linear wherever they have a derivative. The others are computed in float32 at least.
+"""
+
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .table import Map, rule
+
+_aten = torch.ops.aten
 
 
 @rule(torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, reads="u", flat=True)
 def relu(u: Tensor, a: Tensor) -> Map:
     def masked(s: Tensor) -> Tensor:
-        return torch.ops.aten.threshold_backward(s, u, 0)
+        return _aten.threshold_backward(s, u, 0)
 
     return Map(push=masked, pull=masked, mix=lambda m, back: masked(m))
+
+
+@rule(torch.tanh, torch.tanh_, Tensor.tanh, Tensor.tanh_, reads="u")
+def tanh(u: Tensor, a: Tensor) -> Map:
+    """f' = 1 - u², f'' = -2 u f'"""
+    return _smooth(lambda s: _aten.tanh_backward(s, u), u, lambda u: -2 * u * (1 - u * u))
+
+
+@rule(torch.sigmoid, torch.sigmoid_, Tensor.sigmoid, Tensor.sigmoid_, reads="u")
+def sigmoid(u: Tensor, a: Tensor) -> Map:
+    """f' = u (1 - u), f'' = f' (1 - 2 u)"""
+    return _smooth(lambda s: _aten.sigmoid_backward(s, u), u, lambda u: u * (1 - u) * (1 - 2 * u))
+
+
+@rule(torch._C._nn.silu)
+def silu(u: Tensor, a: Tensor) -> Map:
+    """f = a σ, f'' = σ (1 - σ) (2 + a (1 - 2 σ))"""
+
+    def second(a: Tensor) -> Tensor:
+        p = torch.sigmoid(a)
+        return p * (1 - p) * (2 + a * (1 - 2 * p))
+
+    a = a.detach()
+    return _smooth(lambda s: _aten.silu_backward(s, a), a, second)
+
+
+@rule(F.gelu)
+def gelu(u: Tensor, a: Tensor, approximate: str = "none") -> Map:
+    """f = a Φ(a), f'' = φ(a) (2 - a²); "tanh": f = a (1 + h) / 2 with h = tanh(k (a + c a³))"""
+    a = a.detach()
+    second = _gelu_second if approximate == "none" else _gelu_tanh_second
+    return _smooth(lambda s: _aten.gelu_backward(s, a, approximate=approximate), a, second)
+
+
+def _gelu_second(a: Tensor) -> Tensor:
+    return torch.exp(-0.5 * a * a) / math.sqrt(2 * math.pi) * (2 - a * a)
+
+
+def _gelu_tanh_second(a: Tensor) -> Tensor:
+    """With h' = (1 - h²) g, g = k (1 + 3 c a²): f'' = h' + a h'' / 2"""
+    k, c = math.sqrt(2 / math.pi), 0.044715
+    h = torch.tanh(k * (a + c * a * a * a))
+    g = k * (1 + 3 * c * a * a)
+    return (1 - h * h) * (g + a * (3 * k * c * a - h * g * g))
+
+
+def _smooth(first: Callable[[Tensor], Tensor], z: Tensor, second: Callable[[Tensor], Tensor]) -> Map:
+    """first: r -> conj(f') r, as in pass 2; second: z -> f'', of a or of u. A real tensor is its own conjugate."""
+    dtype = torch.promote_types(z.dtype, torch.float32)
+    return Map(
+        push=lambda t: first(t.to(z.dtype).conj()).conj(),
+        pull=lambda r: first(r.to(z.dtype)),
+        curve=lambda d, t: (second(z.to(dtype)) * t.to(dtype)).conj() * d.to(dtype),
+    )

@@ -1,20 +1,85 @@
-"""Normalisation: u = w x̂ + b with x̂ = (a - mean) / std.
+"""Normalisation: u = w x̂ + b with x̂ = (a - mean) / std over groups of N elements.
 
-The signal is x̂. Its tangent is the norm's own backward formula, t̂ = (t - mean(t) - x̂ mean(x̂ t)) / std, because the
-Jacobian of x̂ is symmetric. Statistics are taken in float32 at least.
+The Jacobian of x̂, J = (I - 11ᵀ/N - x̂x̂ᵀ/N) / std, is symmetric, so one formula is the tangent of x̂ and the error of a:
+t̂ = J t and d_a = J (w d). Its own derivative is what exact mode needs. Statistics are taken in float32 at least.
+
+In batch norm w is constant over a group, so d_a = w J d, and pass 3's gradient of the scale can be had at the input:
+sum(d t̂) = dᵀ J t = sum(d_a t) / w. d_a is then the only error to keep, and usually it is also that of the convolution
+before; pass 2's gradients of scale and shift are sums that batch norm's own backward takes anyway.
 """
+
+import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from .table import Map, rule
+from .table import Map, Tap, rule
+
+_aten = torch.ops.aten
+_TINY = 1e-20
 
 
-@rule(torch.batch_norm)
+def _tap(a, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled) -> Tap | None:
+    """Batch norm in training mode, on an alias of a and on leaves of its own for scale and shift."""
+    if not _at_input(a, weight, training):
+        return None
+    a = _aten.alias(a)
+    w = (_ones(a, running_mean) if weight is None else weight.detach()).requires_grad_()
+    b = None if bias is None else bias.detach().requires_grad_()
+    u = _BatchNorm.apply(a, w, b, running_mean, running_var, momentum, eps, cudnn_enabled)
+    return Tap(u, a, [(weight, w)] if b is None else [(weight, w), (bias, b)])
+
+
+def _ones(a: Tensor, running_mean: Tensor | None) -> Tensor:
+    """A scale where there is none: its gradient is a sum that exact mode needs."""
+    like = torch.promote_types(a.dtype, torch.float32) if running_mean is None else running_mean.dtype
+    return a.new_ones(a.shape[1], dtype=like)
+
+
+def _at_input(a: Tensor, weight: Tensor | None, training: bool) -> bool:
+    """Whether J d can be had from d_a = w J d: float16 has no number tiny enough to stand for a scale of zero."""
+    return training and torch.float16 not in (a.dtype, a.dtype if weight is None else weight.dtype)
+
+
+class _BatchNorm(torch.autograd.Function):
+    """Batch norm in training mode; on the way back a scale of zero is a tiny one, so that J d is not lost.
+
+    On the way forward it is zero: 1e-20 would open the gates of a rectifier behind it.
+    """
+
+    @staticmethod
+    def forward(ctx, a, weight, bias, running_mean, running_var, momentum, eps, cudnn_enabled):
+        u, *saved, kind = _aten._batch_norm_impl_index(
+            a, weight, bias, running_mean, running_var, True, momentum, eps, cudnn_enabled
+        )
+        ctx.save_for_backward(a, weight, *saved)
+        ctx.how = kind, eps
+        return u
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d):
+        a, weight, mean, rstd, reserve = ctx.saved_tensors
+        (kind, eps), mask = ctx.how, list(ctx.needs_input_grad[:3])
+        errors = _aten._batch_norm_impl_index_backward(
+            kind, a, d, _not_zero(weight), None, None, mean, rstd, True, eps, mask, reserve
+        )
+        return *(e if needed else None for e, needed in zip(errors, mask, strict=True)), *[None] * 5
+
+
+def _not_zero(weight: Tensor) -> Tensor:
+    return torch.where(weight.abs() < _TINY, torch.full_like(weight, _TINY), weight)
+
+
+@rule(torch.batch_norm, tap=_tap)
 def batch_norm(u, a, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled) -> Map:
     """Over the batch and positions of each channel; in eval mode a fixed affine map."""
-    dims = [0, *range(2, a.dim())]
-    shape = [1, -1] + [1] * (a.dim() - 2)
+    dims, shape = _channels(a)
+    if _at_input(a, weight, training):
+        return _norm_at_input(u, a, weight, bias, eps)
     if training:
         return _norm(u, a, weight, bias, dims, dims, shape, eps)
     mean, scale = running_mean.view(shape), (running_var + eps).rsqrt().view(shape)
@@ -35,35 +100,129 @@ def layer_norm(u, a, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_e
     return _norm(u, a, weight, bias, dims, list(range(dims[0])), list(normalized_shape), eps)
 
 
-def _norm(u, a, weight, bias, dims, summed, shape, eps) -> Map:
-    a = a.detach().to(torch.promote_types(a.dtype, torch.float32))
-    var, mean = torch.var_mean(a, dims, correction=0, keepdim=True)
-    rstd = (var + eps).rsqrt()
-    x_hat = (a - mean) * rstd
+@rule(torch.rms_norm)
+def rms_norm(u, a, normalized_shape, weight=None, eps=None) -> Map | None:
+    """Over the last dimensions of each position, without the mean."""
+    if eps is None and a.dtype not in (torch.float32, torch.float64):  # versions differ in what they then take
+        return None
+    eps = torch.finfo(a.dtype).eps if eps is None else eps
+    dims = list(range(a.dim() - len(normalized_shape), a.dim()))
+    return _norm(u, a, weight, None, dims, list(range(dims[0])), list(normalized_shape), eps, centred=False)
 
-    def tangent(t: Tensor) -> Tensor:
-        t = t.to(a.dtype)
-        return rstd * (t - t.mean(dims, keepdim=True) - x_hat * (x_hat * t).mean(dims, keepdim=True))
+
+@rule(torch.group_norm)
+def group_norm(u, a, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True) -> Map:
+    """Over the positions and channels of each group of each sample."""
+    n, channels, *size = a.shape
+    view = [n, num_groups, channels // num_groups, *size]
+    shape = [*view[1:3], *[1] * len(size)]
+    dims = list(range(2, len(view)))
+    return _norm(u, a, weight, bias, dims, [0, *dims[1:]], shape, eps, view=view)
+
+
+@rule(torch.instance_norm)
+def instance_norm(u, a, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled):
+    """Over the positions of each channel of each sample."""
+    dims, shape = _channels(a)
+    return _norm(u, a, weight, bias, dims[1:], dims, shape, eps) if use_input_stats else None
+
+
+class _Group:
+    """x̂ of a over `dims`, its Jacobian, and the derivative of that."""
+
+    def __init__(self, a: Tensor, dims: list[int], eps: float, centred: bool = True):
+        a = a.detach().to(torch.promote_types(a.dtype, torch.float32))
+        self.dims, self.centred = dims, centred
+        self.count = math.prod(a.shape[i] for i in dims)
+        if centred:
+            var, mean = torch.var_mean(a, dims, correction=0, keepdim=True)
+            self.rstd = (var + eps).rsqrt()
+            self.x_hat = (a - mean) * self.rstd
+        else:
+            self.rstd = (self.mean(a.square()) + eps).rsqrt()
+            self.x_hat = a * self.rstd
+
+    def mean(self, z: Tensor) -> Tensor:
+        """As a sum, which the gradients of scale and shift take too: the compiler then takes it once."""
+        return z.sum(self.dims, keepdim=True) / self.count
+
+    def jacobian(self, z: Tensor) -> Tensor:
+        """J z"""
+        z = z.to(self.rstd.dtype)
+        centred = z - self.mean(z) if self.centred else z
+        return self.rstd * (centred - self.x_hat * self.mean(self.x_hat * z))
+
+    def curvature(self, d_a: Tensor, t: Tensor, along: Tensor) -> Tensor:
+        """d/da < g , J t > = - (x̂ mean(d_a t) + mean(x̂ t) d_a + mean(x̂ g) J t) / std, d_a = J g, along = mean(x̂ g)"""
+        d_a, t = d_a.to(self.rstd.dtype), t.to(self.rstd.dtype)
+        terms = self.x_hat * self.mean(d_a * t) + self.mean(self.x_hat * t) * d_a + along * self.jacobian(t)
+        return -self.rstd * terms
+
+
+def _norm_at_input(u, a, weight, bias, eps) -> Map:
+    """Batch norm, with d the error of a."""
+    dims, shape = _channels(a)
+    group = _Group(a, dims, eps)
+    dtype = group.rstd.dtype
+
+    def third(d: Tensor, t: Tensor) -> Tensor:
+        return (d.to(dtype) * t.to(dtype)).sum(dims, keepdim=True).flatten() / _not_zero(weight)
+
+    def curve(d: Tensor, t: Tensor, scale: Tensor, *_: Any) -> Tensor:
+        return group.curvature(d, t, _scale(scale.view(shape) / group.count, weight, shape, dtype))
 
     return Map(
-        signal=x_hat,
-        tangent=tangent,
-        push=lambda s: _scale(s, weight, shape, u.dtype),
-        **_affine(weight, bias, summed),
+        signal=group.x_hat,
+        push=lambda t: _scale(group.jacobian(t), weight, shape, u.dtype),
+        pull=lambda r: _scale(group.jacobian(r), weight, shape, dtype),
+        curve=curve,
+        third={} if weight is None else {weight: third},
+        **_affine(weight, bias, dims),
     )
+
+
+def _norm(u, a, weight, bias, dims, summed, shape, eps, *, centred=True, view=None) -> Map:
+    """Any norm, with d the error of u; where groups split a dimension of a, `view` is a's shape with it split."""
+
+    def split(z: Tensor) -> Tensor:  # no reshape where there is nothing to split: the compiler then shares statistics
+        return z if view is None else z.reshape(view)
+
+    def joined(z: Tensor) -> Tensor:
+        return z if view is None else z.reshape(a.shape)
+
+    group = _Group(split(a), dims, eps, centred)
+    dtype = group.rstd.dtype
+
+    def curve(d: Tensor, t: Tensor) -> Tensor:
+        g = _scale(split(d).to(dtype), weight, shape, dtype)
+        return joined(group.curvature(group.jacobian(g), split(t), group.mean(group.x_hat * g)))
+
+    return Map(
+        signal=group.x_hat,
+        tangent=lambda t: group.jacobian(split(t)),
+        push=lambda s: joined(_scale(s, weight, shape, u.dtype)),
+        pull=lambda r: joined(group.jacobian(_scale(split(r).to(dtype), weight, shape, dtype))),
+        curve=curve,
+        **_affine(weight, bias, summed, split),
+    )
+
+
+def _channels(a: Tensor) -> tuple[list[int], list[int]]:
+    """All dimensions but the channels', and the shape of a tensor of channels beside a."""
+    return [0, *range(2, a.dim())], [1, -1] + [1] * (a.dim() - 2)
 
 
 def _scale(s: Tensor, weight: Tensor | None, shape: list[int], dtype: torch.dtype) -> Tensor:
     return (s if weight is None else s * weight.view(shape)).to(dtype)
 
 
-def _affine(weight: Tensor | None, bias: Tensor | None, summed: list[int]) -> dict:
+def _affine(weight, bias, summed: list[int], split: Callable[[Tensor], Tensor] = lambda z: z) -> dict[str, Any]:
     """The gradients of scale and shift: sums over every dimension that they are broadcast along."""
 
-    def total(z: Tensor) -> Tensor:
-        return z.sum(summed) if summed else z
+    def total(z: Tensor, like: Tensor) -> Tensor:
+        return (z.sum(summed, keepdim=True) if summed else z).reshape(like.shape)
 
     return {
-        "grad": {} if weight is None else {weight: lambda d, s: total(d * s)},
-        "add": {} if bias is None else {bias: total},
+        "grad": {} if weight is None else {weight: lambda d, s: total(s * split(d), weight)},
+        "add": {} if bias is None else {bias: lambda d: total(split(d), bias)},
     }

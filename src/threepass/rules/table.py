@@ -33,11 +33,13 @@ class Map:
     signal   what the weights multiply: a itself, or the normalised a of a norm
     tangent  t -> the signal's tangent s
     push     s -> the tangent of u
-    pull     R{d} -> what it adds to R{d} of a; given only where u is (piecewise) linear in a: there is no curvature
+    pull     R{d} -> what it adds to R{d} of a
+    curve    (d, t) -> what the curvature adds to R{d} of a; without it, `pull` says that there is none
     bend     for an operation without weights, (r, d, t) -> R{d} of the arguments, curvature included; r, d: R{d} and d
              of the outputs; t and what comes back: by position, as push takes them; None where there is nothing
     grad     for each weight, (d, s) -> its gradient, linear in both
     add      for each additive weight, d -> its gradient; pass 3 adds nothing to it
+    third    behind a tap, where d is the error of a: for each weight but additive ones, (d, s) -> pass 3's gradient
     mix      (m, back) -> the mix of u from m, the mix back * a + third * t of a; given only where u = J a + b, with J
              the same for a and t, so that pass 3 can carry m alone: m -> J m + back * b
     """
@@ -46,10 +48,26 @@ class Map:
     signal: Tensor | None = None
     tangent: Callable[[Tensor], Tensor] = _same
     pull: Callable[[Tensor], Tensor] | None = None
+    curve: Callable[..., Tensor] | None = None
     bend: Callable[[Signal, Signal, Signal], Signal] | None = None
     grad: dict[Tensor, Callable[[Tensor, Any], Tensor]] = field(default_factory=dict)
     add: dict[Tensor, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    third: dict[Tensor, Callable[[Tensor, Any], Tensor]] = field(default_factory=dict)
     mix: Callable[[Tensor, float | Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tap:
+    """A call as pass 1 ran it where pass 2 is to find the error of a and the weights' gradients.
+
+    output  u
+    input   the alias of a that the operation, and it alone, has read: its error is the error of a
+    leaves  pairs of a weight, as the call gives it, and the leaf that stood for it
+    """
+
+    output: Tensor
+    input: Tensor
+    leaves: list[tuple[Tensor | None, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +78,7 @@ class Rule:
     arity: int
     reads: str
     flat: bool
+    tap: Callable[..., Tap | None] | None
     names: frozenset[str]  # of its arguments; a call by other keywords is not for it
 
 
@@ -68,18 +87,27 @@ Make = Callable[..., Map | None]
 _RULES: dict[Any, Rule] = {}
 
 
-def rule(*functions: Any, arity: int = 1, reads: str = "a", flat: bool = False) -> Callable[[Make], Make]:
+def rule(
+    *functions: Any,
+    arity: int = 1,
+    reads: str = "a",
+    flat: bool = False,
+    tap: Callable[..., Tap | None] | None = None,
+) -> Callable[[Make], Make]:
     """Registers a rule for torch functions, custom ops (`torch.ops.lib.name`) or `autograd.Function` classes.
 
     arity: only the first so many arguments may be active; a call with others is the generic rule's.
     reads: "a": the rule reads its arguments, and of u only shape and dtype; "u": it reads u, and of the first argument
         only shape and dtype (a rectifier's mask can be read off either); such a rule must serve every call.
-    flat: every map of this rule has a `pull`, so that exact mode need not keep the error of its output.
+    flat: every map of this rule has a `pull` and no `curve`, so that exact mode need not keep the error of its output.
+    tap: runs the call in pass 1 in the function's place, or returns None. The error d of the map is then that of a, and
+        pass 2 finds the weights' gradients; `curve` is given them after d and t. Such a rule must serve those calls.
     """
 
     def register(make: Make) -> Make:
+        names = frozenset(inspect.signature(make).parameters)
         for function in functions:
-            _RULES[key_of(function)] = Rule(make, arity, reads, flat, frozenset(inspect.signature(make).parameters))
+            _RULES[key_of(function)] = Rule(make, arity, reads, flat, tap, names)
         return make
 
     return register
