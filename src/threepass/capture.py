@@ -44,15 +44,18 @@ class Program:
             return list(self.graph(*self.state, *inputs))
 
 
-def trace(fn: Fn, inputs: Sequence[Tensor]) -> Program:
-    """fn as one graph of ATen operations. fn runs once: what it changes besides its results, the caller puts back."""
+def trace(fn: Fn, inputs: Sequence[Tensor], kernels: bool = True) -> Program:
+    """fn as one graph of ATen operations, with kernels of our own where they are faster, unless kernels=False.
+
+    fn runs once: what it changes besides its results, the caller puts back.
+    """
     graph = make_fx(fn)(*inputs)
     for node in list(graph.graph.nodes):
         if node.target in _VIEWS:
             node.replace_all_uses_with(node.args[0])
     graph.graph.eliminate_dead_code()
     state = _lift(graph)
-    passes.apply(graph)
+    passes.apply(graph, kernels)
     graph.graph.lint()
     graph.recompile()
     return Program(graph, state)
@@ -70,7 +73,7 @@ def _lift(graph: GraphModule) -> list[Tensor]:
         if id(value) not in lifted:
             with graph.graph.inserting_before(first):
                 lifted[id(value)] = graph.graph.placeholder(f"state_{len(state)}")
-            lifted[id(value)].meta = dict(node.meta)
+            lifted[id(value)].meta = {**node.meta, "val": value.detach()}
             state.append(value.detach())
         node.replace_all_uses_with(lifted[id(value)])
         graph.graph.erase_node(node)
@@ -120,15 +123,20 @@ def capture(
     inputs: Sequence[Tensor],
     graph: bool | None = None,
     restore: Callable[[], Any] = contextlib.nullcontext,
+    kernels: bool = True,
 ) -> Captured:
     """Traces and compiles fn for inputs of these shapes.
 
     graph: replay it as a CUDA graph; default: if the inputs are on a GPU. restore: a context that puts back what fn
-    writes to (buffers), because tracing and warming up run it.
+    writes to (buffers), because tracing and warming up run it. kernels=False: the framework's kernels alone.
     """
     started = time.perf_counter()
     with restore():
-        program = trace(fn, inputs)
+        program = trace(fn, inputs, kernels)
+    if kernels and any(z.is_cuda for z in inputs):
+        from .kernels.fuse import warm_up
+
+        warm_up(program.graph.graph)
     captured = Captured(program, _compiled(program, inputs), 0.0)
     with restore():
         captured.ungraphed(*inputs)

@@ -34,6 +34,9 @@ class Gradients:
     mixed: Terms = field(default_factory=dict)
     passes: tuple[Terms, Terms] = field(default_factory=lambda: ({}, {}))
 
+    def __post_init__(self) -> None:
+        self._ratio = (self.third * self.unscale[1]) / (self.back * self.unscale[0]) if self.relative else None
+
     @property
     def may_carry(self) -> bool:
         """Whether pass 3 may carry the mix: neither pass is wanted by itself, and rounding does not lose t."""
@@ -91,9 +94,8 @@ class Gradients:
         assert a is not None  # a tangent of the signal comes with the signal
         if not self.relative:
             return self.mix(a, t)
-        ratio = (self.third * self.unscale[1]) / (self.back * self.unscale[0])
-        assert isinstance(ratio, Tensor)
-        return mix_op(a, t, ratio)
+        assert isinstance(self._ratio, Tensor)
+        return mix_op(a, t, self._ratio)
 
     def _scales(self) -> tuple[Scale, Scale, Scale]:
         """What `mixed` and the passes' own terms are multiplied by."""

@@ -23,9 +23,14 @@ from .precision import mix_of
 _aten = torch.ops.aten
 
 
-def apply(graph: GraphModule) -> None:
+def apply(graph: GraphModule, kernels: bool) -> None:
+    """Gates, alphas, and, with `kernels`, our own kernels where they are faster."""
     write_out_alphas(graph.graph)
     mark_gates(graph.graph)
+    if kernels:
+        from .kernels.fuse import fuse
+
+        fuse(graph.graph)
     open_mixes(graph.graph)
     graph.graph.eliminate_dead_code()
 

@@ -10,8 +10,9 @@ Padding 1, stride 1 or 2, no groups, no dilation. a: (n, i, h, w), W: (o, i, 3, 
 The error of a closed ReLU is written as minus zero, that of an open one never is: so d itself tells pass 3 which ReLUs
 are open, and pass 1's activations need not be kept for it.
 
-Each is a custom operation (`torch.ops.threepass`) that the compiler sees through. Where `fits` says so it is a Triton
-kernel (`conv_triton.py`), else plain PyTorch.
+Each is a custom operation (`torch.ops.threepass`), which the compiler takes as it is: compiled into the compiler's own
+code the kernels were no faster, and took six times as long to compile. Where `fits` says so it is a Triton kernel
+(`conv_triton.py`), else plain PyTorch.
 """
 
 import functools
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
+from torch.library import custom_op
 
 from ..precision import HALF, accumulate_dtype, round_stochastically
 
@@ -86,26 +87,36 @@ def forward_tangent(t: Tensor, w: Tensor, stride: int, a: Tensor, ratio: Tensor,
     return torch.ops.threepass.conv3x3_tangent(t, w, stride, a, ratio, seed)
 
 
-@triton_op("threepass::conv3x3", mutates_args=())
+@custom_op("threepass::conv3x3", mutates_args=())
 def _forward(a: Tensor, w: Tensor, bias: Tensor | None, stride: int, relu: bool, gate: Tensor | None) -> Tensor:
     if fits(stride, a, weight=w.shape) and a.dtype == w.dtype:
         return _kernels().forward(a, w, bias, stride, relu, gate)
     z = _convolution(a, w, None if bias is None else bias.to(a.dtype), stride)
     z = z.relu() if relu else z
-    return z if gate is None else torch.where((gate == 0) & torch.signbit(gate), 0.0, z)
+    return _nhwc(z if gate is None else torch.where((gate == 0) & torch.signbit(gate), 0.0, z))
 
 
-@triton_op("threepass::conv3x3_input", mutates_args=())
+@_forward.register_fake
+def _(a, w, bias, stride, relu, gate):
+    return _like(a, w.shape[0], *((size - 1) // stride + 1 for size in a.shape[2:]))
+
+
+@custom_op("threepass::conv3x3_input", mutates_args=())
 def _backward_input(d: Tensor, w: Tensor, stride: int, size: Sequence[int], open: Tensor | None) -> Tensor:
     height, width = size
     if fits(stride, d, weight=w.shape) and d.dtype == w.dtype:
         return _kernels().backward_input(d, w, stride, (height, width), open)
     a = torch.empty((d.shape[0], w.shape[1], height, width), dtype=d.dtype, device=d.device)
     g = _convolution_backward(d, a, w, stride, (True, False, False))[0]
-    return g if open is None else torch.where(open > 0, torch.where(g == 0, 0.0, g), -0.0)
+    return _nhwc(g if open is None else torch.where(open > 0, torch.where(g == 0, 0.0, g), -0.0))
 
 
-@triton_op("threepass::conv3x3_weight", mutates_args=())
+@_backward_input.register_fake
+def _(d, w, stride, size, open):
+    return _like(d, w.shape[1], *size)
+
+
+@custom_op("threepass::conv3x3_weight", mutates_args=())
 def _backward_weight(d: Tensor, m: Tensor, stride: int, channels_last: bool) -> tuple[Tensor, Tensor]:
     shape = (d.shape[1], m.shape[1], 3, 3)
     if fits(stride, d, m, weight=shape):
@@ -117,14 +128,31 @@ def _backward_weight(d: Tensor, m: Tensor, stride: int, channels_last: bool) -> 
     return g_w.contiguous(memory_format=layout), d.sum((0, 2, 3))
 
 
-@triton_op("threepass::conv3x3_tangent", mutates_args=())
+@_backward_weight.register_fake
+def _(d, m, stride, channels_last):
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    dtype, o, i = accumulate_dtype(d.dtype), d.shape[1], m.shape[1]
+    return d.new_empty((o, i, 3, 3), dtype=dtype).contiguous(memory_format=layout), d.new_empty((o,), dtype=dtype)
+
+
+@custom_op("threepass::conv3x3_tangent", mutates_args=())
 def _forward_tangent(t: Tensor, w: Tensor, stride: int, a: Tensor, ratio: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     if fits(stride, t, a, weight=w.shape) and t.dtype == w.dtype and ratio.dtype == torch.float32:
         return _kernels().forward_tangent(t, w, stride, a, ratio, seed)
     z = torch.where(a > 0, _convolution(t, w, None, stride), 0.0)
     exact = accumulate_dtype(a.dtype)
     mix = a.to(exact) + ratio * z.to(exact)
-    return z, mix if a.dtype not in HALF else _rounded_randomly(mix, seed, a.dtype)
+    return _nhwc(z), _nhwc(mix if a.dtype not in HALF else _rounded_randomly(mix, seed, a.dtype))
+
+
+@_forward_tangent.register_fake
+def _(t, w, stride, a, ratio, seed):
+    out = _like(t, w.shape[0], *a.shape[2:])
+    return out, torch.empty_like(out, dtype=a.dtype)
+
+
+def _like(z: Tensor, channels: int, *size: int) -> Tensor:
+    return z.new_empty((z.shape[0], channels, *size)).contiguous(memory_format=torch.channels_last)
 
 
 def _rounded_randomly(z: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
@@ -140,6 +168,10 @@ def _rounded_randomly(z: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
     up = (h ^ (h >> 15)) >> 16
     rounded = ((bits + up) & 0xFFFF0000).to(torch.int32).view(torch.float32)
     return torch.where(torch.isfinite(z), rounded, z).to(dtype)
+
+
+def _nhwc(z: Tensor) -> Tensor:
+    return z.contiguous(memory_format=torch.channels_last)
 
 
 def _convolution(a: Tensor, w: Tensor, bias: Tensor | None, stride: int) -> Tensor:

@@ -9,7 +9,6 @@ cheap. Offsets are 32-bit (`conv.fits` sees to that).
 # ruff: noqa: N803 -- constants are in capitals, as Triton's are
 # mypy: disable-error-code="import-not-found, import-untyped"
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import wrap_triton
-from triton.runtime.jit import JITFunction
 
 
 @dataclass(frozen=True)
@@ -33,27 +30,37 @@ class Blocks:
     splits: int = 1
 
 
-# By the channels that the product sums over (forward, input gradient), padded to a power of two.
-PRODUCT = {
-    4: Blocks(128, 32),
-    16: Blocks(128, 16),
-    32: Blocks(128, 32),
-    64: Blocks(64, 64, 4, 3),
-    128: Blocks(64, 64, 4, 3),
-}
+# Each is the fastest of a few that were timed on an H200 by `benchmarks/kernels_conv.py` for the layers of plain-20.
+# By bytes of a number and the channels that the product sums over, padded to a power of two.
+FORWARD = {
+    (4, 4): Blocks(128, 32), (4, 16): Blocks(256, 16, 8, 3), (4, 32): Blocks(128, 32, 4, 3),
+    (4, 64): Blocks(64, 64, 8, 3), (4, 128): Blocks(64, 64, 8, 3),
+    (2, 4): Blocks(256, 32), (2, 16): Blocks(128, 16, 4, 3), (2, 32): Blocks(128, 32, 8, 4),
+    (2, 64): Blocks(64, 64, 4, 3), (2, 128): Blocks(64, 64, 4, 3),
+}  # fmt: skip
+INPUT = FORWARD | {(4, 32): Blocks(64, 32, 2), (4, 64): Blocks(32, 64, 4, 3), (4, 128): Blocks(32, 64, 4, 3)}
 
-# By the input channels: tiles x k covers the 9 C rows of the gradient, or a part of them and the grid the rest.
+# By bytes and the input channels: tiles x k covers the 9 C rows of the gradient, or a part of them, and the grid the
+# rest.
 WEIGHT = {
-    4: Blocks(128, 32, tiles=1, splits=256),
-    16: Blocks(64, 64, tiles=3, splits=256),
-    32: Blocks(64, 32, tiles=3, splits=88),
-    64: Blocks(64, 64, tiles=3, splits=44),
-    128: Blocks(64, 64, tiles=1, splits=16),
-}
+    (4, 4): Blocks(128, 32, splits=264), (4, 16): Blocks(64, 16, tiles=3, splits=132),
+    (4, 32): Blocks(64, 32, tiles=3, splits=88), (4, 64): Blocks(64, 64, tiles=3, splits=44),
+    (4, 128): Blocks(64, 64, splits=16),
+    (2, 4): Blocks(64, 32, splits=264), (2, 16): Blocks(64, 64, 4, 2, splits=132),
+    (2, 32): Blocks(64, 64, 4, 2, splits=132), (2, 64): Blocks(64, 64, 4, 2, splits=44),
+    (2, 128): Blocks(64, 64, 4, 2, splits=16),
+}  # fmt: skip
+NARROW_WEIGHT = Blocks(64, 64, tiles=3, splits=264)
 
 
-def blocks_for(table: dict[int, Blocks], channels: int) -> Blocks:
-    return table[4 if channels < 16 else triton.next_power_of_2(channels)]
+def blocks_for(table: dict[tuple[int, int], Blocks], z: Tensor) -> Blocks:
+    return table[z.element_size(), 4 if z.shape[1] < 16 else triton.next_power_of_2(z.shape[1])]
+
+
+def blocks_for_weight(d: Tensor, m: Tensor) -> Blocks:
+    """With 16 output channels in a half format Triton's pipeline (two stages) has a race: some runs differ in bits."""
+    narrow = d.element_size() == 2 and d.shape[1] <= 16 <= m.shape[1]
+    return NARROW_WEIGHT if narrow else blocks_for(WEIGHT, m)
 
 
 @triton.jit
@@ -276,11 +283,6 @@ def _sum_kernel(work, g_w, g_b, splits, C: tl.constexpr, N: tl.constexpr, SC: tl
     tl.store(g_b + e % N, total, mask=inside & (k == 9 * C))
 
 
-def _launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """The kernel on a grid, visible to a tracer; in Triton's interpreter the kernel as it is."""
-    return (wrap_triton(kernel) if isinstance(kernel, JITFunction) else kernel)[grid]
-
-
 def _precision() -> str:
     return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
 
@@ -323,9 +325,9 @@ def forward(
     gate: Tensor | None,
     blocks: Blocks | None = None,
 ) -> Tensor:
-    blocks = blocks or blocks_for(PRODUCT, a.shape[1])
+    blocks = blocks or blocks_for(FORWARD, a)
     out, pixels = _forward_output(a, w, stride)
-    _launch(_forward_kernel, (triton.cdiv(pixels, blocks.pixels),))(
+    _forward_kernel[(triton.cdiv(pixels, blocks.pixels),)](
         a, w, bias, _nhwc(gate), out, pixels, RELU=relu, **_of_forward(a, w, out, stride, blocks)
     )
     return out
@@ -334,10 +336,10 @@ def forward(
 def forward_tangent(
     t: Tensor, w: Tensor, stride: int, a: Tensor, ratio: Tensor, seed: int, blocks: Blocks | None = None
 ) -> tuple[Tensor, Tensor]:
-    blocks = blocks or blocks_for(PRODUCT, t.shape[1])
+    blocks = blocks or blocks_for(FORWARD, t)
     t_out, pixels = _forward_output(t, w, stride)
     mix = torch.empty_like(t_out)
-    _launch(_tangent_kernel, (triton.cdiv(pixels, blocks.pixels),))(
+    _tangent_kernel[(triton.cdiv(pixels, blocks.pixels),)](
         t, w, _nhwc(a), ratio, t_out, mix, pixels, seed, **_of_forward(t, w, t_out, stride, blocks)
     )
     return t_out, mix
@@ -346,7 +348,7 @@ def forward_tangent(
 def backward_input(
     d: Tensor, w: Tensor, stride: int, size: tuple[int, int], opened: Tensor | None, blocks: Blocks | None = None
 ) -> Tensor:
-    blocks = blocks or blocks_for(PRODUCT, d.shape[1])
+    blocks = blocks or blocks_for(INPUT, d)
     g = _empty(d, w.shape[1], size)
     constants = {
         "C": w.shape[0], "N": w.shape[1], "H": size[0], "W": size[1], "SC": w.stride(0), "SN": w.stride(1),
@@ -356,24 +358,24 @@ def backward_input(
     pixels = d.shape[0] * d.shape[2] * d.shape[3]
     tiles = triton.cdiv(pixels, blocks.pixels)
     if stride == 1:
-        _launch(_input_kernel, (tiles,))(d, w, _nhwc(opened), g, pixels, **constants)
+        _input_kernel[(tiles,)](d, w, _nhwc(opened), g, pixels, **constants)
     else:
         constants |= {"OH": d.shape[2], "OW": d.shape[3]}
-        _launch(_input_kernel_2, (tiles, 4))(d, w, _nhwc(opened), g, pixels, **constants)
+        _input_kernel_2[(tiles, 4)](d, w, _nhwc(opened), g, pixels, **constants)
     return g
 
 
 def backward_weight(
     d: Tensor, m: Tensor, stride: int, channels_last: bool, blocks: Blocks | None = None
 ) -> tuple[Tensor, Tensor]:
-    blocks = blocks or blocks_for(WEIGHT, m.shape[1])
+    blocks = blocks or blocks_for_weight(d, m)
     (batch, o, height, width), i = d.shape, m.shape[1]
     pixels = batch * height * width
     part = triton.cdiv(triton.cdiv(pixels, blocks.splits), blocks.pixels) * blocks.pixels
     splits = triton.cdiv(pixels, part)
     rows = 9 * i + 1  # the last is the bias's
     work = torch.empty((splits, rows, o), dtype=torch.float32, device=d.device)
-    _launch(_weight_kernel, (splits, triton.cdiv(9 * i, blocks.k * blocks.tiles)))(
+    _weight_kernel[(splits, triton.cdiv(9 * i, blocks.k * blocks.tiles))](
         d, m, work, pixels, part, C=i, N=o, H=m.shape[2], W=m.shape[3], OH=height, OW=width, STRIDE=stride,
         BP=blocks.pixels, BK=blocks.k, BN=_padded(o), TILES=blocks.tiles, PRECISION=_precision(),
         num_warps=blocks.warps, num_stages=blocks.stages,
@@ -381,7 +383,7 @@ def backward_weight(
     layout = torch.channels_last if channels_last else torch.contiguous_format
     g_w = torch.empty((o, i, 3, 3), dtype=torch.float32, device=d.device, memory_format=layout)
     g_b = torch.empty((o,), dtype=torch.float32, device=d.device)
-    _launch(_sum_kernel, (triton.cdiv(rows * o, 32),))(
+    _sum_kernel[(triton.cdiv(rows * o, 32),)](
         work, g_w, g_b, splits, C=i, N=o, SC=g_w.stride(1), SN=g_w.stride(0), ST=g_w.stride(3), BS=64, BE=32
     )
     return g_w, g_b

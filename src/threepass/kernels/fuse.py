@@ -1,0 +1,139 @@
+"""Puts the convolution kernels into a captured step's graph, with the elementwise operations around them.
+
+    pass 1   relu(conv(a) + b)                    forward with relu
+    pass 2   gate of a convolution's input error  backward_input with open
+    pass 3   gate of conv(mix) + b                forward with gate
+             gate of conv(t), and its mix         forward_tangent
+    weights  the product, and the sum of d        backward_weight
+
+Convolutions of more channels than `FEW`, of another kind, or with nothing to fuse and more than `BARE` channels stay
+with the framework's kernels, which are faster or as fast there.
+"""
+
+import operator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from ..passes import gated, marked, put
+from . import conv
+
+FEW, BARE = 64, 32
+
+_aten = torch.ops.aten
+_GATES = (marked, _aten.threshold_backward.default)
+
+
+def fuse(graph: Graph) -> None:
+    for node in list(graph.nodes):
+        if node.target is _aten.convolution.default and _fits_forward(node):
+            _fuse_forward(graph, node)
+        elif node.target is _aten.convolution_backward.default and _fits_backward(node):
+            _fuse_backward(graph, node)
+
+
+def _value(node: Any) -> Tensor:
+    return node.meta["val"]
+
+
+def _is_3x3(stride, padding, dilation, transposed, _, groups) -> bool:
+    same = list(padding) == [1, 1] and list(dilation) == [1, 1] and not transposed and groups == 1
+    return same and len(stride) == 2 and stride[0] == stride[1] and stride[0] in (1, 2)
+
+
+def _fits_forward(node: Any) -> bool:
+    a, w = _value(node.args[0]), _value(node.args[1])
+    return (
+        _is_3x3(*node.args[3:9])
+        and conv.fits(node.args[3][0], a, weight=w.shape)
+        and a.dtype == w.dtype
+        and max(w.shape[:2]) <= (FEW if _gate_behind(node) else BARE)
+    )
+
+
+def _fits_backward(node: Any) -> bool:
+    d, a, w = (_value(z) for z in node.args[:3])
+    return (
+        _is_3x3(*node.args[4:10])
+        and conv.fits(node.args[4][0], d, a, weight=w.shape)
+        and d.dtype == w.dtype
+        and list(node.args[10]) in ([True, False, False], [False, True, False])
+        and max(w.shape[:2]) <= FEW
+    )
+
+
+def _gate_behind(node: Any) -> Any:
+    """The rectifier, or the gate, that alone reads the node."""
+    (user, *others) = node.users
+    gates = (_aten.relu.default, gated, *_GATES)
+    return user if not others and user.target in gates and user.args[0] is node else None
+
+
+def _fuse_forward(graph: Graph, node: Any) -> None:
+    a, w, bias, (stride, _) = node.args[:4]
+    behind = _gate_behind(node)
+    if behind is not None and behind.target is _aten.relu.default:
+        put(graph, behind, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, True, None))
+    elif behind is not None and behind.target is gated:
+        put(graph, behind, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, behind.args[1]))
+    elif behind is not None and bias is None and (mix := _mix_behind(behind)) is not None:
+        u, _, ratio = mix.args
+        with graph.inserting_before(behind):
+            arguments = (a, w, stride, u, ratio, sum(map(ord, node.name)))
+            both = graph.call_function(torch.ops.threepass.conv3x3_tangent.default, arguments)
+        put(graph, behind, operator.getitem, (both, 0))
+        put(graph, mix, operator.getitem, (both, 1))
+    else:
+        put(graph, node, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, None))
+
+
+def _mix_behind(gate: Any) -> Any:
+    """The mix a + ratio t of a gate's output a with the tangent t that passes it."""
+    mixes = [
+        n for n in gate.users if n.target is torch.ops.threepass.mix.default and n.args[:2] == (gate.args[1], gate)
+    ]
+    return mixes[0] if len(mixes) == 1 else None
+
+
+def _fuse_backward(graph: Graph, node: Any) -> None:
+    d, a, w = node.args[:3]
+    stride, (for_input, _, _) = node.args[4][0], node.args[10]
+    (result,) = node.users
+    if for_input:
+        size = list(_value(a).shape[2:])
+        behind = _gate_behind(result)
+        is_gate = behind is not None and behind.target in _GATES
+        target, opened = (behind, behind.args[1]) if is_gate else (result, None)
+        put(graph, target, torch.ops.threepass.conv3x3_input.default, (d, w, stride, size, opened))
+        return
+    channels_last = _value(w).is_contiguous(memory_format=torch.channels_last)
+    with graph.inserting_before(node):
+        both = graph.call_function(torch.ops.threepass.conv3x3_weight.default, (d, a, stride, channels_last))
+    put(graph, result, operator.getitem, (both, 0))
+    for total in list(d.users):
+        if total.target is _aten.sum.dim_IntList and list(total.args[1]) == [0, 2, 3] and both < total:
+            put(graph, total, operator.getitem, (both, 1))
+
+
+def warm_up(graph: Graph, run: Callable[..., Any] = ThreadPoolExecutor) -> None:
+    """Compiles the kernels that the graph calls, several at a time."""
+    calls = {}
+    for node in graph.nodes:
+        if getattr(node.target, "namespace", "") == "threepass" and "conv3x3" in str(node.target):
+            calls[str(node.target), str(torch.fx.map_arg((node.args, node.kwargs), _shape))] = node
+
+    def call(node: Any) -> None:
+        args = torch.fx.map_arg(node.args, lambda n: torch.zeros_like(_value(n)))
+        node.target(*args)
+
+    if calls:
+        with run(min(8, len(calls))) as pool:
+            list(pool.map(call, calls.values()))
+
+
+def _shape(node: Node) -> Any:
+    return tuple(_value(node).shape), _value(node).stride(), _value(node).dtype
