@@ -11,7 +11,6 @@ with the framework's kernels, which are faster or as fast there.
 """
 
 import operator
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -119,7 +118,7 @@ def _fuse_backward(graph: Graph, node: Any) -> None:
             put(graph, total, operator.getitem, (both, 1))
 
 
-def warm_up(graph: Graph, run: Callable[..., Any] = ThreadPoolExecutor) -> None:
+def warm_up(graph: Graph) -> None:
     """Compiles the kernels that the graph calls, several at a time."""
     calls = {}
     for node in graph.nodes:
@@ -127,12 +126,16 @@ def warm_up(graph: Graph, run: Callable[..., Any] = ThreadPoolExecutor) -> None:
             calls[str(node.target), str(torch.fx.map_arg((node.args, node.kwargs), _shape))] = node
 
     def call(node: Any) -> None:
-        args = torch.fx.map_arg(node.args, lambda n: torch.zeros_like(_value(n)))
-        node.target(*args)
+        node.target(*torch.fx.map_arg(node.args, lambda n: _zeros(_value(n))))
 
     if calls:
-        with run(min(8, len(calls))) as pool:
+        with ThreadPoolExecutor(min(8, len(calls))) as pool:
             list(pool.map(call, calls.values()))
+
+
+def _zeros(like: Tensor) -> Tensor:
+    """A real tensor in the image of one that may be a tracer's."""
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
 
 
 def _shape(node: Node) -> Any:
