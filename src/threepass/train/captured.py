@@ -8,6 +8,7 @@ nothing from the host, and the host waits for nothing until the epoch's sums are
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,16 +91,17 @@ class CapturedSteps(Steps):
     def _record(self, kind: Kind, position: int) -> Any:
         # The last, smaller batch comes once an epoch: compiling it would take longer than it saves.
         often = kind.rows == min(self.batches.batch_size, len(self.batches.split))
-        return self.recorder.record(lambda: self._passes(kind, position), self._then, self._restored, often)
+        program = partial(self._passes, kind, position)
+        return self.recorder.record(program, self.place, self._then, self._restored, often)
 
-    def _passes(self, kind: Kind, position: int) -> list[Tensor]:
-        """The gradients at the counter's place in the epoch; moves the counter, adds to the sums."""
+    def _passes(self, kind: Kind, position: int, place: Tensor) -> list[Tensor]:
+        """The gradients of the batch at a place in the epoch; moves the place on, adds to the sums."""
         if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.named.values()):
             raise CaptureError("a parameter has a hook on its gradient")
         size = self.batches.batch_size
-        at = self.place * size + torch.arange(kind.rows, device=self.device)
+        at = place * size + torch.arange(kind.rows, device=self.device)
         x, y = self.batches.cut(self.drawn[:, at])
-        back, third, lr = self.table.index_select(0, self.place)[0].unbind()
+        back, third, lr = self.table.index_select(0, place)[0].unbind()
         first = next(iter(self.named.values()))
         dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
         with in_precision(self.config, self.device):
@@ -109,7 +111,7 @@ class CapturedSteps(Steps):
         self.sums += summed(r, y)
         self.loss.copy_(r.loss)
         self.lr.copy_(lr)
-        self.place += 1
+        place += 1
         self._trained = [self.named[name] for name in r.grads]
         return [
             g if g.dtype == p.dtype else round_stochastically(g, p.dtype)

@@ -81,6 +81,7 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, 
     for number, entries in state["optimizer"]["rest"].items():
         packed.setdefault(int(number), {}).update(entries)
     optimizer.load_state_dict({"state": packed, "param_groups": state["optimizer"]["groups"]})
+    _lay_out_like_parameters(optimizer)
     rng = [tensors[k].cpu() for k in sorted(k for k in tensors if k.startswith("rng/"))]
     set_random_state(rng, first.device.type)
     keys, *rest_of_numpy = state["numpy_random"]
@@ -88,6 +89,15 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, 
     version, internal, gauss = state["python_random"]
     random.setstate((version, tuple(internal), gauss))
     return {k.removeprefix("sum/"): z for k, z in tensors.items() if k.startswith("sum/")}, state
+
+
+@torch.no_grad()
+def _lay_out_like_parameters(optimizer: Optimizer) -> None:
+    """Files hold contiguous tensors; fused optimizers want a channels_last parameter's state in its own layout."""
+    for p, entries in optimizer.state.items():
+        for name, z in entries.items():
+            if isinstance(z, Tensor) and z.shape == p.shape and z.stride() != p.stride():
+                entries[name] = torch.empty_like(p, dtype=z.dtype).copy_(z)
 
 
 def code_version() -> str:

@@ -1,7 +1,7 @@
 """Functions of a training run recorded for replay: traced, compiled, and on a GPU made into CUDA graphs.
 
-What is recorded takes no arguments and works on tensors that stay where they are: parameters, the optimizer's state,
-counters, sums. Tracing it and warming it up run it, so a context from the caller puts all of these back.
+What is recorded is a function of a counter, and works on tensors that stay where they are: the counter, parameters, the
+optimizer's state, sums. Tracing it and warming it up run it, so a context from the caller puts all of these back.
 """
 
 import contextlib
@@ -33,19 +33,24 @@ class Recorder:
 
     def record(
         self,
-        program: Callable[[], Sequence[Tensor]],
+        program: Callable[[Tensor], Sequence[Tensor]],
+        counter: Tensor,
         then: Callable[[Sequence[Tensor]], Any],
         restore: Restore,
         compiled: bool = True,
     ) -> Callable[[], Any] | None:
-        """A replay of `then(program())`, whose result it gives; None, and one warning, where it cannot be recorded.
+        """A replay of `then(program(counter))`, which gives its result; None, and one warning, if that cannot be.
 
         The program is traced, and compiled if it is to be; `then` (an optimizer's fused kernels) runs as it is written.
         """
         began = time.perf_counter()
         try:
-            run = self._traced(program, restore, compiled)
-            return self._graphed(lambda: then(run()), restore) if self.device.type == "cuda" else lambda: then(run())
+            run = self._traced(program, counter, restore, compiled)
+
+            def step() -> Any:
+                return then(run(counter))
+
+            return self._graphed(step, restore) if self.device.type == "cuda" else step
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -55,11 +60,11 @@ class Recorder:
             self.seconds += time.perf_counter() - began
 
     @staticmethod
-    def _traced(program: Callable[[], Sequence[Tensor]], restore: Restore, compiled: bool):
+    def _traced(program: Callable[..., Sequence[Tensor]], counter: Tensor, restore: Restore, compiled: bool):
         if compiled:
-            return capture(program, [], graph=False, restore=restore).ungraphed
+            return capture(program, [counter], graph=False, restore=restore).ungraphed
         with restore():
-            return trace(program, [])
+            return trace(program, [counter])
 
     def _graphed(self, f: Callable[[], Any], restore: Restore) -> Callable[[], Any]:
         stream = torch.cuda.Stream()

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,17 +53,18 @@ class Validation:
         if self.recorder is not None:
             if rows not in self._replays:
                 often = rows == min(size, len(self.batches.split))
-                self._replays[rows] = self.recorder.record(lambda: self._program(rows), tuple, self._restored, often)
+                program = partial(self._program, rows)
+                self._replays[rows] = self.recorder.record(program, self.place, tuple, self._restored, often)
             if self._replays[rows] is not None:
                 self._replays[rows]()
                 return
         self.sums += self._batch(self.drawn[:, first : first + rows])
         self.place += 1
 
-    def _program(self, rows: int) -> list[Tensor]:
-        at = self.place * self.batches.batch_size + torch.arange(rows, device=self.device)
+    def _program(self, rows: int, place: Tensor) -> list[Tensor]:
+        at = place * self.batches.batch_size + torch.arange(rows, device=self.device)
         self.sums += self._batch(self.drawn[:, at])
-        self.place += 1
+        place += 1
         return []
 
     def _batch(self, drawn: Tensor) -> Tensor:
