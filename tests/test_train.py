@@ -195,6 +195,15 @@ def test_a_crash_while_saving_leaves_the_checkpoint_before(tmp_path, monkeypatch
     assert len(fit(simple(), data(), folder=tmp_path, resume=True, **settings).history) == 2
 
 
+def test_a_disk_that_fails_stops_the_run(tmp_path, monkeypatch):
+    def full(path, packed):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(checkpoint, "write", full)
+    with pytest.raises(OSError, match="no space left"):
+        fit(simple(), data(), folder=tmp_path, epochs=1, batch_size=10)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -4,6 +4,7 @@ Most tests leave out Inductor, which takes seconds a program, and run the traced
 every recorded step is warmed up before it is used, so that whatever a warm-up leaves behind shows in the numbers.
 """
 
+import json
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from test_train import data, net, simple, without_times
 from torch import nn
 
 from threepass import UncompiledWarning, capture
+from threepass.cli import main
 from threepass.train.data import DataSet, Split
 from threepass.train.loop import fit
 from threepass.train.recorder import WARM_UP, Recorder
@@ -128,6 +130,14 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(make, reason, upd
         got = fit(make().double(), in_double(), compile=True, **settings)
     assert len([w for w in seen if w.category is UncompiledWarning]) == 1
     assert_same_run(got, fit(make().double(), in_double(), **settings), 1e-10)
+
+
+def test_the_command_line_compiles(traced, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = ["--model-options", '{"sizes": [64, 8, 10]}']
+    assert main(["train", "--compile", "--epochs", "1", *sizes, "--name", "one"]) == 0
+    (line,) = (tmp_path / "runs" / "one" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["compile_seconds"] > 0
 
 
 def test_bf16(traced):

@@ -24,8 +24,16 @@ from .tensorfile import load_file, save_file
 FORMAT = 1
 
 
+Packed = tuple[dict[str, Tensor], dict[str, Any]]
+
+
 def save(path: Path, model: nn.Module, optimizer: Optimizer, sums: dict[str, Tensor], state: dict[str, Any]) -> None:
     """Writes a checkpoint to the folder `path`, in place of the one there."""
+    write(path, pack(model, optimizer, sums, state))
+
+
+def pack(model: nn.Module, optimizer: Optimizer, sums: dict[str, Tensor], state: dict[str, Any]) -> Packed:
+    """A checkpoint's tensors, copied to the CPU, and its state: nothing that training goes on to change."""
     device = next(model.parameters()).device.type
     packed = optimizer.state_dict()
     tensors = {f"model/{name}": z for name, z in model.state_dict().items()}
@@ -48,10 +56,16 @@ def save(path: Path, model: nn.Module, optimizer: Optimizer, sums: dict[str, Ten
         "optimizer": {"groups": packed["param_groups"], "rest": rest},
         "python_random": [version, list(internal), gauss],
     }
+    return {k: z.detach().cpu().contiguous().clone() for k, z in tensors.items()}, state
+
+
+def write(path: Path, packed: Packed) -> None:
+    """Writes to the folder `path`, in place of the checkpoint there."""
+    tensors, state = packed
     beside = path.with_name(path.name + ".new")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    save_file({k: z.detach().cpu().contiguous().clone() for k, z in tensors.items()}, beside / "tensors.safetensors")
+    save_file(tensors, beside / "tensors.safetensors")
     (beside / "state.json").write_text(json.dumps(state, indent=1))
     for file in (beside / "tensors.safetensors", beside / "state.json"):
         with open(file, "rb") as written:

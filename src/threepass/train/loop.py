@@ -19,6 +19,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,12 +108,14 @@ class Trainer:
         self.seconds = 0.0  # of the epoch so far
         self._interrupted = threading.Event()
         self._writer: Any = None
+        self._disk = ThreadPoolExecutor(1, "checkpoint")
+        self._saving: Future[None] | None = None
         self.history: list[dict[str, Any]] = []
 
     def run(self, after_step=None) -> Fit:
         """Trains to the end; Ctrl-C stops after the step in hand, saves, and says how to go on."""
         with (
-            _numerics(self.config),
+            numerics(self.config),
             _interrupts_between_steps() as self._interrupted,
             Progress(self.config.epochs, len(self.batches)) as progress,
         ):
@@ -123,10 +126,12 @@ class Trainer:
             except KeyboardInterrupt:
                 if self.folder is not None:
                     self.save()
+                    self._await_save()
                     where = f"{self.epoch} epochs and {self.done} batches"
                     print(f"stopped after {where}; go on with fit(..., folder={str(self.folder)!r}, resume=True)")
                 raise
             finally:
+                self._await_save()
                 if self._writer is not None:
                     self._writer.close()
                     self._writer = None
@@ -250,8 +255,9 @@ class Trainer:
         self._writer.flush()
 
     def save(self) -> None:
-        """The run as it stands, whole or not at all."""
+        """The run as it stands, whole or not at all; the disk's part goes on beside the next epoch."""
         assert self.folder is not None
+        self._await_save()
         sums = dict(zip(SUMS, self.steps.sums, strict=True))
         sums |= {f"grad {n}": p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         state = {
@@ -259,9 +265,15 @@ class Trainer:
             "config": self.config.to_dict(),
             "position": [self.epoch, self.done],
             "seconds": self.seconds,
-            "history": self.history,
+            "history": list(self.history),
         }
-        checkpoint.save(self.folder / "checkpoint", self.model, self.optimizer, sums, state)
+        packed = checkpoint.pack(self.model, self.optimizer, sums, state)
+        self._saving = self._disk.submit(checkpoint.write, self.folder / "checkpoint", packed)
+
+    def _await_save(self) -> None:
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.result()
 
     def resume(self) -> None:
         """Goes back to the folder's checkpoint; its config must be this run's."""
@@ -282,18 +294,24 @@ class Trainer:
 
 
 @contextlib.contextmanager
-def _numerics(config: Config) -> Iterator[None]:
-    """TF32 and determinism as the config has them, and as they were afterwards."""
+def numerics(config: Config) -> Iterator[None]:
+    """TF32 and determinism as the config has them, and as they were afterwards.
+
+    Recorded steps run often enough to try all of cuDNN's algorithms first.
+    """
     precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
     cudnn = torch.backends.cudnn.allow_tf32
+    benchmark = torch.backends.cudnn.benchmark
     torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
+    torch.backends.cudnn.benchmark = benchmark or (config.compile and not config.deterministic)
     torch.use_deterministic_algorithms(config.deterministic)
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(precision)
         torch.backends.cudnn.allow_tf32 = cudnn
+        torch.backends.cudnn.benchmark = benchmark
         torch.use_deterministic_algorithms(deterministic)
 
 
