@@ -14,6 +14,8 @@ Trains on CIFAR-10 as the paper does (crops and flips, momentum SGD, batch 128, 
 
 --table measures both depths by two passes and by three, and adds up the paper's table: 12 runs of 200 epochs, which
 are {plain-20, plain-32} x {CIFAR-10, CIFAR-100} x {Xavier, Kaiming, three passes}, the first two by two passes.
+--check trains a small net in float64 with and without compile and gives the largest difference of a parameter; on a GPU
+fused optimizers read a float32 learning rate, so that 1e-7 of an update is as near as they come.
 --together K trains K models at once, each in a process of its own or, with --threads, on a stream of its own in this
 process. Every run records alone, then all start together; `wall` is then one epoch of all K.
 """
@@ -164,6 +166,32 @@ def measure(args: argparse.Namespace, data: DataSet, model_name: str, alpha: flo
     return found
 
 
+CHECKS: dict[str, dict[str, Any]] = {
+    "sgd, every=2, moving alpha": {"every": 2, "alpha": 0.9, "alpha_end": 0.3, "schedule": "cosine", "augment": True},
+    "adamw": {"optimizer": "adamw", "lr": 0.003, "schedule": "step"},
+    "RMSprop, outside the graph": {"optimizer": "RMSprop", "lr": 0.003},
+    "one update an epoch": {"update": "epoch"},
+}
+
+
+def check(data: DataSet) -> dict[str, float]:
+    """Compiled against eager: the largest difference after two epochs, relative to the parameter's largest entry."""
+    few = [Split(s.x[:200].double() / 255, s.y[:200]) for s in (data.train, data.val)]
+    small = DataSet(*few, data.mean, data.std, data.classes, data.name)
+    found = {}
+    for name, own in CHECKS.items():
+        states = []
+        for compile in (False, True):
+            torch.manual_seed(0)
+            model = build("plain8", small).double().to(data.train.x.device)
+            common: dict[str, Any] = {"epochs": 2, "batch_size": 64, "lr": 0.02, "channels_last": True}
+            states.append(list(fit(model, small, compile=compile, **common | own).model.parameters()))
+        pairs = zip(*states, strict=True)
+        found[name] = max(((p - q).abs().max() / p.abs().max().clamp_min(1e-3)).item() for p, q in pairs)
+        print(f"compiled against eager, {name}: {found[name]:.1e}")
+    return found
+
+
 def together(args: argparse.Namespace) -> dict[str, Any]:
     """K runs at once: seconds for an epoch of all of them."""
     found = _in_threads(args) if args.threads else _in_processes(args)
@@ -266,6 +294,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--precision", default="tf32")
     parser.add_argument("--probe-every", type=int, default=Config.probe_every)
     parser.add_argument("--eager", action="store_true", help="without compile")
+    parser.add_argument("--check", action="store_true", help="compiled against eager")
     parser.add_argument("--table", action="store_true", help="all kinds of run in the paper's table")
     parser.add_argument("--together", type=int, default=1, help="runs at once")
     parser.add_argument("--threads", action="store_true", help="--together in one process")
@@ -278,7 +307,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> None:
     args = parse(arguments)
-    if args.together > 1:
+    result: dict[str, Any]
+    if args.check:
+        result = {"differences": check(data_of(args)), "runs": []}
+    elif args.together > 1:
         result = together(args)
     else:
         data = data_of(args)
