@@ -17,6 +17,7 @@ from threepass.train import checkpoint, tensorfile
 from threepass.train.config import Config
 from threepass.train.data import DataSet, Split
 from threepass.train.loop import Trainer, fit
+from threepass.train.schedule import Schedule
 
 
 def data(n=40, classes=3) -> DataSet:
@@ -36,6 +37,10 @@ def net() -> nn.Module:
 def simple() -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Flatten(), nn.Linear(36, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def without_times(metrics: dict) -> dict:
+    return {k: v for k, v in metrics.items() if not k.endswith("seconds")}
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
@@ -72,10 +77,7 @@ def test_resuming_after_any_step_changes_no_bit(name, tmp_path):
         again = fit(model, data(), folder=folder, resume=True, **settings)
         for (key, z), other in zip(again.model.state_dict().items(), whole.model.state_dict().values(), strict=True):
             assert torch.equal(z, other), f"{key} after stopping at {stop}"
-        drop = "seconds"
-        assert [{k: v for k, v in m.items() if k != drop} for m in again.history] == [
-            {k: v for k, v in m.items() if k != drop} for m in whole.history
-        ]
+        assert [without_times(m) for m in again.history] == [without_times(m) for m in whole.history]
 
 
 def test_algorithm_1_as_printed():
@@ -153,8 +155,8 @@ def test_validation_input_loss_is_the_per_sample_mean():
     ],
 )
 def test_learning_rates(settings, expected):
-    trainer = Trainer(simple(), data(), Config(epochs=4, batch_size=40, lr=1.0, **settings), None)
-    assert [trainer._lr(i) for i in range(4)] == pytest.approx(expected)
+    schedule = Schedule(Config(epochs=4, lr=1.0, **settings), batches=1, samples=40)
+    assert [schedule.lr(i) for i in range(4)] == pytest.approx(expected)
 
 
 def test_ctrl_c_stops_after_the_step_and_saves(tmp_path, capsys):
@@ -191,6 +193,15 @@ def test_a_crash_while_saving_leaves_the_checkpoint_before(tmp_path, monkeypatch
     monkeypatch.undo()
     assert (checkpoint.find(tmp_path / "checkpoint") / "tensors.safetensors").read_bytes() == good
     assert len(fit(simple(), data(), folder=tmp_path, resume=True, **settings).history) == 2
+
+
+def test_a_disk_that_fails_stops_the_run(tmp_path, monkeypatch):
+    def full(path, packed):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(checkpoint, "write", full)
+    with pytest.raises(OSError, match="no space left"):
+        fit(simple(), data(), folder=tmp_path, epochs=1, batch_size=10)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,16 @@ from .tensorfile import load_file, save_file
 FORMAT = 1
 
 
+Packed = tuple[dict[str, Tensor], dict[str, Any]]
+
+
 def save(path: Path, model: nn.Module, optimizer: Optimizer, sums: dict[str, Tensor], state: dict[str, Any]) -> None:
     """Writes a checkpoint to the folder `path`, in place of the one there."""
+    write(path, pack(model, optimizer, sums, state))
+
+
+def pack(model: nn.Module, optimizer: Optimizer, sums: dict[str, Tensor], state: dict[str, Any]) -> Packed:
+    """A checkpoint's tensors, copied to the CPU, and its state: nothing that training goes on to change."""
     device = next(model.parameters()).device.type
     packed = optimizer.state_dict()
     tensors = {f"model/{name}": z for name, z in model.state_dict().items()}
@@ -48,10 +56,16 @@ def save(path: Path, model: nn.Module, optimizer: Optimizer, sums: dict[str, Ten
         "optimizer": {"groups": packed["param_groups"], "rest": rest},
         "python_random": [version, list(internal), gauss],
     }
+    return {k: z.detach().cpu().contiguous().clone() for k, z in tensors.items()}, state
+
+
+def write(path: Path, packed: Packed) -> None:
+    """Writes to the folder `path`, in place of the checkpoint there."""
+    tensors, state = packed
     beside = path.with_name(path.name + ".new")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    save_file({k: z.detach().cpu().contiguous().clone() for k, z in tensors.items()}, beside / "tensors.safetensors")
+    save_file(tensors, beside / "tensors.safetensors")
     (beside / "state.json").write_text(json.dumps(state, indent=1))
     for file in (beside / "tensors.safetensors", beside / "state.json"):
         with open(file, "rb") as written:
@@ -81,6 +95,7 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, 
     for number, entries in state["optimizer"]["rest"].items():
         packed.setdefault(int(number), {}).update(entries)
     optimizer.load_state_dict({"state": packed, "param_groups": state["optimizer"]["groups"]})
+    _lay_out_like_parameters(optimizer)
     rng = [tensors[k].cpu() for k in sorted(k for k in tensors if k.startswith("rng/"))]
     set_random_state(rng, first.device.type)
     keys, *rest_of_numpy = state["numpy_random"]
@@ -88,6 +103,15 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, 
     version, internal, gauss = state["python_random"]
     random.setstate((version, tuple(internal), gauss))
     return {k.removeprefix("sum/"): z for k, z in tensors.items() if k.startswith("sum/")}, state
+
+
+@torch.no_grad()
+def _lay_out_like_parameters(optimizer: Optimizer) -> None:
+    """Files hold contiguous tensors; fused optimizers want a channels_last parameter's state in its own layout."""
+    for p, entries in optimizer.state.items():
+        for name, z in entries.items():
+            if isinstance(z, Tensor) and z.shape == p.shape and z.stride() != p.stride():
+                entries[name] = torch.empty_like(p, dtype=z.dtype).copy_(z)
 
 
 def code_version() -> str:

@@ -45,6 +45,7 @@ class Config:
     label_smoothing: float = 0.0
     augment: bool = False  # random crops after padding by 4, and mirror images
     precision: str = "float32"  # float32, tf32, bf16
+    compile: bool = False  # each step as one compiled program; on a GPU one graph, with data and optimizer in it
     channels_last: bool = False
     deterministic: bool = False  # only deterministic kernels
     seed: int = 0  # of initialisation, data order and augmentation

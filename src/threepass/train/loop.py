@@ -14,13 +14,12 @@ data order, augmentation. So a run that stops after any step goes on from its ch
 """
 
 import contextlib
-import inspect
 import json
-import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,16 @@ from torch.nn import functional as F
 from ..alignment import alignment
 from ..engine import run as three_passes
 from ..options import Options
-from ..step import add_to_grad
 from ..surroundings import unchanged_on_error
 from . import checkpoint
-from .config import OPTIMIZERS, Config
+from .captured import CapturedSteps
+from .config import Config
 from .data import Batches, DataSet
+from .optimizer import make_optimizer
 from .progress import Progress
+from .recorder import Recorder
+from .steps import SUMS, Steps
+from .validation import Validation, size_of_batches
 
 VERSION = 1
 
@@ -86,26 +89,33 @@ class Trainer:
 
     def __init__(self, model: nn.Module, data: DataSet, config: Config, folder: Path | None, loss_fn=None):
         self.model, self.data, self.config, self.folder = model, data, config, folder
+        if config.channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.loss_fn = loss_fn or (lambda out, y: F.cross_entropy(out, y, label_smoothing=config.label_smoothing))
         self.optimizer = make_optimizer(model, config)
         self.device = next(model.parameters()).device
-        common: dict[str, Any] = {"normalise": (data.mean, data.std), "channels_last": config.channels_last}
-        size, seed = config.batch_size, config.seed
-        self.batches = Batches(data.train, size, augment=config.augment, shuffle=True, seed=seed, **common)
-        self.val_batches = Batches(data.val, size, augment=False, shuffle=False, seed=seed, **common)
+        common: dict[str, Any] = {
+            "normalise": (data.mean, data.std), "channels_last": config.channels_last, "seed": config.seed,
+        }  # fmt: skip
+        self.batches = Batches(data.train, config.batch_size, augment=config.augment, shuffle=True, **common)
+        size = size_of_batches(len(data.val), data.val.x[0].numel(), config.batch_size)
+        val_batches = Batches(data.val, size, shuffle=False, **common)
+        self.recorder = Recorder(self.device) if config.compile else None
+        parts = (model, self.loss_fn, self.batches, self.optimizer, config)
+        self.steps = Steps(*parts) if self.recorder is None else CapturedSteps(*parts, recorder=self.recorder)
+        self.evaluate = Validation(model, self.loss_fn, val_batches, config, self.recorder)
         self.epoch, self.done = 0, 0  # the position: epochs finished, batches of the next one done
-        self.seconds = 0.0
+        self.seconds = 0.0  # of the epoch so far
         self._interrupted = threading.Event()
         self._writer: Any = None
-        self.sums = self._no_sums()
+        self._disk = ThreadPoolExecutor(1, "checkpoint")
+        self._saving: Future[None] | None = None
         self.history: list[dict[str, Any]] = []
-        if config.channels_last:
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def run(self, after_step=None) -> Fit:
         """Trains to the end; Ctrl-C stops after the step in hand, saves, and says how to go on."""
         with (
-            _numerics(self.config),
+            numerics(self.config),
             _interrupts_between_steps() as self._interrupted,
             Progress(self.config.epochs, len(self.batches)) as progress,
         ):
@@ -116,10 +126,12 @@ class Trainer:
             except KeyboardInterrupt:
                 if self.folder is not None:
                     self.save()
+                    self._await_save()
                     where = f"{self.epoch} epochs and {self.done} batches"
                     print(f"stopped after {where}; go on with fit(..., folder={str(self.folder)!r}, resume=True)")
                 raise
             finally:
+                self._await_save()
                 if self._writer is not None:
                     self._writer.close()
                     self._writer = None
@@ -134,64 +146,29 @@ class Trainer:
     def _train_epoch(self, progress: Progress, after_step) -> None:
         self.model.train()
         began = time.perf_counter() - self.seconds
-        for x, y in self.batches.epoch(self.epoch, start=self.done):
-            loss = self._step(x, y)
+        self.steps.begin(self.epoch, self.done)
+        first = self.epoch * len(self.batches)
+        for position in range(first + self.done, first + len(self.batches)):
+            self.steps(position)
             self.done += 1
             self.seconds = time.perf_counter() - began
-            progress.step(self.epoch, self.done, loss)
+            progress.step(self.epoch, self.done, self.steps.loss)
             if after_step is not None:
                 after_step(self.epoch, self.done)
             if self._interrupted.is_set():
                 raise KeyboardInterrupt
-        if self.config.update == "epoch":
-            self._update(self.epoch * len(self.batches) + len(self.batches) - 1)
-
-    def _step(self, x: Tensor, y: Tensor) -> Tensor:
-        position = self.epoch * len(self.batches) + self.done
-        whole = len(self.data.train.y) if self.config.update == "epoch" else None
-        c = self.config
-        options = Options(self._alpha(position), c.reduction, c.mode, c.strength, c.input_at, whole)
-        if c.update == "batch":
-            self.optimizer.zero_grad()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=c.precision == "bf16"):
-            r = three_passes(self.model, self.loss_fn, x, y, options, third=position % c.every == 0)
-        add_to_grad(self.model, r)
-        if c.update == "batch":
-            self._update(position)
-        self.sums["loss"] += r.loss.double() * len(x)
-        self.sums["wrong"] += (r.output.argmax(-1) != y).sum().double() if r.output.dim() == 2 else 0
-        self.sums["input_loss"] += r.input_loss.double() * len(x)
-        self.sums["samples"] += len(x)
-        return r.loss
-
-    def _update(self, position: int) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._lr(position)
-        self.optimizer.step()
-        if self.config.update == "epoch":
-            self.optimizer.zero_grad()
-
-    def _alpha(self, position: int) -> float:
-        c = self.config
-        last = max(1, c.epochs * len(self.batches) - 1)
-        return c.alpha if c.alpha_end is None else c.alpha + (c.alpha_end - c.alpha) * position / last
-
-    def _lr(self, position: int) -> float:
-        """The learning rate of a step: warm-up, then the schedule; by the paper's rule over alpha."""
-        c, a = self.config, len(self.batches)
-        progress = position / (c.epochs * a)
-        lr = c.lr / self._alpha(position) if c.eta_over_alpha else c.lr
-        if position < c.warmup * a:
-            return lr * (position + 1) / (c.warmup * a)
-        if c.schedule == "cosine":
-            return lr * 0.5 * (1 + math.cos(math.pi * progress))
-        if c.schedule == "step":
-            return lr * c.gamma ** sum(progress >= m for m in c.milestones)
-        return lr
+        self.steps.finish(first + len(self.batches) - 1)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds = time.perf_counter() - began
 
     def _finish_epoch(self) -> dict[str, Any]:
-        train = {k: v.item() for k, v in self.sums.items()}
-        n = train["samples"]
+        began = time.perf_counter() - self.seconds
+        step_seconds = (self.seconds - self._recording()) / len(self.batches)
+        validation = self.evaluate()
+        val_seconds = time.perf_counter() - began - self.seconds
+        train = dict(zip(SUMS, self.steps.sums.tolist(), strict=True))
+        n, last = train["samples"], (self.epoch + 1) * len(self.batches) - 1
         metrics: dict[str, Any] = {
             "epoch": self.epoch + 1,
             "E": train["loss"],
@@ -199,49 +176,40 @@ class Trainer:
             "train_loss": train["loss"] / n,
             "train_error": train["wrong"] / n,
             "train_input_loss": train["input_loss"] / n,
-            **{f"val_{k}": v for k, v in self.evaluate().items()},
-            "lr": self.optimizer.param_groups[0]["lr"],
-            "alpha": self._alpha((self.epoch + 1) * len(self.batches) - 1),
-            "seconds": self.seconds,
+            **{f"val_{k}": v for k, v in validation.items()},
+            "lr": self.steps.schedule.lr(last),
+            "alpha": self.steps.schedule.alpha(last),
         }
         if self.config.probe_every and (self.epoch + 1) % self.config.probe_every == 0:
             metrics |= self._probe()
         if self.config.align_every and (self.epoch + 1) % self.config.align_every == 0:
             metrics |= self._align()
+        seconds = time.perf_counter() - began
+        metrics |= {"step_seconds": step_seconds, "val_seconds": val_seconds, "seconds": seconds} | self._recorded()
         self.history.append(metrics)
-        self.epoch, self.done, self.seconds, self.sums = self.epoch + 1, 0, 0.0, self._no_sums()
+        self.epoch, self.done, self.seconds = self.epoch + 1, 0, 0.0
+        self.steps.sums.zero_()
         if self.folder is not None:
             self._write_metrics()
             if self.epoch % self.config.save_every == 0 or self.epoch == self.config.epochs:
                 self.save()
         return metrics
 
-    def evaluate(self) -> dict[str, float]:
-        """Loss, error and input loss on the validation set, in eval mode."""
-        self.model.eval()
-        sums = self._no_sums()
-        for x, y in self.val_batches.epoch(0):
-            x = x.detach().requires_grad_(x.is_floating_point() and self.config.input_at is None)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-                out = self.model(x)
-                loss = self.loss_fn(out, y)
-            sums["loss"] += loss.detach().double() * len(x)
-            sums["wrong"] += (out.argmax(-1) != y).sum().double() if out.dim() == 2 else 0
-            if x.requires_grad:
-                (dx,) = torch.autograd.grad(loss, x)
-                sums["input_loss"] += 0.5 * dx.double().square().sum() * len(x) ** 2
-            sums["samples"] += len(x)
-        self.model.train()
-        n = sums["samples"].item()
-        return {
-            "loss": sums["loss"].item() / n,
-            "error": sums["wrong"].item() / n,
-            "input_loss": sums["input_loss"].item() / n,
-        }
+    def _recording(self) -> float:
+        """The time that recording took in this epoch so far."""
+        return 0.0 if self.recorder is None else self.recorder.seconds
+
+    def _recorded(self) -> dict[str, Any]:
+        """What recording cost, in the epochs in which something was recorded."""
+        if self.recorder is None or not self.recorder.seconds:
+            return {}
+        cost = {"compile_seconds": self.recorder.seconds, "graph_bytes": self.recorder.bytes}
+        self.recorder.seconds = 0.0
+        return {name: value for name, value in cost.items() if value is not None}
 
     def _probe(self) -> dict[str, float]:
         """The gradients' norms and the cosine between passes 2 and 3, on the first batch of the set."""
-        x, y = next(iter(self.val_batches.epoch(0)))
+        x, y = self._first_batch()
         c = self.config
         options = Options(c.alpha, c.reduction, c.mode, c.strength, c.input_at, separate=True)
         with unchanged_on_error(self.model, always=True):
@@ -254,13 +222,13 @@ class Trainer:
         return {"grad_norm": norms[0], "third_norm": norms[1], "grad_cosine": cosine}
 
     def _align(self) -> dict[str, float]:
-        x, y = next(iter(self.val_batches.epoch(0)))
+        x, y = self._first_batch()
         found = alignment(self.model, self.loss_fn, x, y, self.config.input_at)
         return {"alignment_cosine": found.cosine, "alignment_ratio": found.norm_ratio}
 
-    def _no_sums(self) -> dict[str, Tensor]:
-        names = ("loss", "wrong", "input_loss", "samples")
-        return {name: torch.zeros((), dtype=torch.float64, device=self.device) for name in names}
+    def _first_batch(self) -> tuple[Tensor, Tensor]:
+        """As many samples of the validation set as a training batch has."""
+        return self.evaluate.batches.cut(self.evaluate.drawn[:, : self.config.batch_size])
 
     def _write_metrics(self) -> None:
         assert self.folder is not None
@@ -287,18 +255,25 @@ class Trainer:
         self._writer.flush()
 
     def save(self) -> None:
-        """The run as it stands, whole or not at all."""
+        """The run as it stands, whole or not at all; the disk's part goes on beside the next epoch."""
         assert self.folder is not None
-        sums = dict(self.sums)
+        self._await_save()
+        sums = dict(zip(SUMS, self.steps.sums, strict=True))
         sums |= {f"grad {n}": p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         state = {
             "version": VERSION,
             "config": self.config.to_dict(),
             "position": [self.epoch, self.done],
             "seconds": self.seconds,
-            "history": self.history,
+            "history": list(self.history),
         }
-        checkpoint.save(self.folder / "checkpoint", self.model, self.optimizer, sums, state)
+        packed = checkpoint.pack(self.model, self.optimizer, sums, state)
+        self._saving = self._disk.submit(checkpoint.write, self.folder / "checkpoint", packed)
+
+    def _await_save(self) -> None:
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.result()
 
     def resume(self) -> None:
         """Goes back to the folder's checkpoint; its config must be this run's."""
@@ -313,46 +288,30 @@ class Trainer:
             )
         self.epoch, self.done = state["position"]
         self.seconds, self.history = state["seconds"], state["history"]
-        self.sums = {k: z for k, z in sums.items() if not k.startswith("grad ")}
+        self.steps.sums.copy_(torch.stack([sums[name] for name in SUMS]))
         for name, p in self.model.named_parameters():
             p.grad = sums.get(f"grad {name}")
 
 
-def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """SGD with momentum, Adam, AdamW, or any class of torch.optim by its name."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(parameters, config.lr, config.momentum, weight_decay=config.weight_decay)
-    by_name = {"adam": "Adam", "adamw": "AdamW"}.get(config.optimizer, config.optimizer)
-    made = getattr(torch.optim, by_name, None)
-    if not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer)):
-        raise ValueError(
-            f"optimizer must be one of {', '.join(OPTIMIZERS)} or a class of torch.optim, got {config.optimizer!r}"
-        )
-    accepted = inspect.signature(made).parameters
-    options: dict[str, Any] = {"lr": config.lr}
-    if "weight_decay" in accepted:
-        options["weight_decay"] = config.weight_decay
-    elif config.weight_decay:
-        raise ValueError(f"optimizer {config.optimizer!r} has no weight decay: leave weight_decay at 0")
-    if made is torch.optim.LBFGS:
-        raise ValueError("LBFGS evaluates the loss several times a step, and a three-pass step is evaluated once")
-    return made(parameters, **options)
-
-
 @contextlib.contextmanager
-def _numerics(config: Config) -> Iterator[None]:
-    """TF32 and determinism as the config has them, and as they were afterwards."""
+def numerics(config: Config) -> Iterator[None]:
+    """TF32 and determinism as the config has them, and as they were afterwards.
+
+    Recorded steps run often enough to try all of cuDNN's algorithms first.
+    """
     precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
     cudnn = torch.backends.cudnn.allow_tf32
+    benchmark = torch.backends.cudnn.benchmark
     torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
+    torch.backends.cudnn.benchmark = benchmark or (config.compile and not config.deterministic)
     torch.use_deterministic_algorithms(config.deterministic)
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(precision)
         torch.backends.cudnn.allow_tf32 = cudnn
+        torch.backends.cudnn.benchmark = benchmark
         torch.use_deterministic_algorithms(deterministic)
 
 

@@ -13,7 +13,7 @@ PAD = 4
 
 
 class Batches:
-    """Epochs of batches (x, y) from a split: x float32, B x C x H x W, y int64, B.
+    """Epochs of batches (x, y) from a split: x float32 (float64 from a split of that), B x C x H x W, y int64, B.
 
         x = (pixels - mean) / std, if normalise = (mean, std), with pixels 0 to 1;
 
@@ -54,23 +54,27 @@ class Batches:
         if not 0 <= start <= len(self):
             raise ValueError(f"start must be within 0 to {len(self)} (the batches of an epoch), got {start}")
         # One draw and one copy to the device for the whole epoch: no batch waits for the host.
-        drawn = torch.from_numpy(self._draw(number)).to(self.split.x.device)
-        places = drawn.split(self.batch_size, dim=1)[start : len(self)]
-        return (self._batch(*place) for place in places)
+        places = self.draw(number).to(self.split.x.device).split(self.batch_size, dim=1)[start : len(self)]
+        return (self.cut(place) for place in places)
+
+    def draw(self, number: int) -> Tensor:
+        """For every place in an epoch the example, the crop's top and left, whether to flip: 4 x N, on the CPU."""
+        return torch.from_numpy(self._draw(number))
+
+    def cut(self, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        """The batch of B places of a draw, 4 x B, on the split's device."""
+        example, top, left, flip = drawn.unbind()
+        # Product and sum, each rounded by itself, are the same bits on every device; a division need not be.
+        x = self.split.x[example].to(self.scale.dtype).mul_(self.scale).add_(self.shift)
+        if self.augment:
+            x = crop_and_flip(x, top, left, flip.bool())
+        return x.contiguous(memory_format=self.memory_format), self.split.y[example]
 
     def _draw(self, number: int) -> np.ndarray:
-        """4 x N whole numbers: for every place in the epoch the example, the crop's top and left, whether to flip."""
         rng = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(number,)))
         n = len(self.split)
         order = rng.permutation(n) if self.shuffle else np.arange(n)
         return np.stack([order, *rng.integers(0, 2 * PAD + 1, (2, n)), rng.integers(0, 2, n)])
-
-    def _batch(self, example: Tensor, top: Tensor, left: Tensor, flip: Tensor) -> tuple[Tensor, Tensor]:
-        # Product and sum, each rounded by itself, are the same bits on every device; a division need not be.
-        x = self.split.x[example].float().mul_(self.scale).add_(self.shift)
-        if self.augment:
-            x = crop_and_flip(x, top, left, flip.bool())
-        return x.contiguous(memory_format=self.memory_format), self.split.y[example]
 
 
 def crop_and_flip(x: Tensor, top: Tensor, left: Tensor, flip: Tensor) -> Tensor:
@@ -94,7 +98,8 @@ def _affine(x: Tensor, normalise: tuple[Sequence[float], Sequence[float]] | None
     if len(mean) != channels or len(std) != channels:
         raise ValueError(f"normalise needs {channels} means and stds, one a channel; got {len(mean)} and {len(std)}")
     one = 255 if x.dtype == torch.uint8 else 1
+    dtype = torch.promote_types(x.dtype, torch.float32)
     shape = (channels, *[1] * (x.dim() - 2))
-    scale = torch.tensor([1 / (one * s) for s in std]).view(shape)
-    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(shape)
+    scale = torch.tensor([1 / (one * s) for s in std], dtype=dtype).view(shape)
+    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], dtype=dtype).view(shape)
     return scale.to(x.device), shift.to(x.device)

@@ -18,7 +18,8 @@ Device = torch.device | str
 class Split:
     """Examples and their labels.
 
-    x is N x C x H x W or N x F, uint8 (pixels, 255 stands for 1) or float32; y is N, int64; both on one device.
+    x is N x C x H x W or N x F, uint8 (pixels, 255 stands for 1), float32 or float64; y is N, int64; both are
+    on one device.
     """
 
     x: Tensor

@@ -1,0 +1,66 @@
+"""The optimizer of a run, by its name."""
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .config import OPTIMIZERS, Config
+
+
+def make_optimizer(model: nn.Module, config: Config) -> Optimizer:
+    """SGD with momentum, Adam, AdamW, or any class of torch.optim by its name; for compiled steps, their fused form."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if config.optimizer == "sgd":
+        fused = {"fused": True} if config.compile else {}
+        return torch.optim.SGD(parameters, config.lr, config.momentum, weight_decay=config.weight_decay, **fused)
+    by_name = {"adam": "Adam", "adamw": "AdamW"}.get(config.optimizer, config.optimizer)
+    made = getattr(torch.optim, by_name, None)
+    if not (isinstance(made, type) and issubclass(made, Optimizer)):
+        raise ValueError(
+            f"optimizer must be one of {', '.join(OPTIMIZERS)} or a class of torch.optim, got {config.optimizer!r}"
+        )
+    accepted = inspect.signature(made).parameters
+    options: dict[str, Any] = {"lr": config.lr}
+    if "weight_decay" in accepted:
+        options["weight_decay"] = config.weight_decay
+    elif config.weight_decay:
+        raise ValueError(f"optimizer {config.optimizer!r} has no weight decay: leave weight_decay at 0")
+    if made is torch.optim.LBFGS:
+        raise ValueError("LBFGS evaluates the loss several times a step, and a three-pass step is evaluated once")
+    if config.compile and made in (torch.optim.Adam, torch.optim.AdamW):
+        options |= {"fused": True, "capturable": True}
+    return made(parameters, **options)
+
+
+def is_graphable(optimizer: Optimizer) -> bool:
+    """Whether a step is device work alone, with the learning rate in a tensor, and its state starts as zeros."""
+    return type(optimizer) in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW) and all(
+        group["fused"] for group in optimizer.param_groups
+    )
+
+
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    return [z for entries in optimizer.state.values() for z in entries.values() if isinstance(z, Tensor)]
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+@contextlib.contextmanager
+def lr_in(optimizer: Optimizer, lr: Tensor) -> Iterator[None]:
+    """The learning rate is read from a tensor here; outside, the groups hold numbers, as checkpoints want them."""
+    before = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    try:
+        yield
+    finally:
+        for group, number in zip(optimizer.param_groups, before, strict=True):
+            group["lr"] = number

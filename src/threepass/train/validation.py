@@ -1,0 +1,90 @@
+"""Loss, error and input loss on the validation set, in eval mode."""
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..surroundings import unchanged_on_error
+from .config import Config
+from .data import Batches
+from .recorder import Recorder
+from .steps import SUMS, LossFn, batch_sums, in_precision
+
+AT_ONCE = 2**22  # numbers in the input of one batch, or as many samples as a training batch has
+
+
+def size_of_batches(samples: int, numbers: int, batch_size: int) -> int:
+    """A batch size that fills the device, since there are no weight gradients to keep, in parts of about one size."""
+    most = max(batch_size, min(1024, AT_ONCE // numbers))
+    return -(-samples // -(-samples // most))
+
+
+class Validation:
+    """Measures the model as it stands; the numbers are read once, at the end. With a recorder, by replays."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn, batches: Batches, config: Config, recorder: Recorder | None = None
+    ):
+        self.model, self.loss_fn, self.batches, self.config, self.recorder = model, loss_fn, batches, config, recorder
+        self.device = next(model.parameters()).device
+        self.drawn = batches.draw(0).to(self.device)
+        self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
+        self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._replays: dict[int, Any] = {}
+
+    def __call__(self) -> dict[str, float]:
+        self.model.eval()
+        self.sums.zero_()
+        self.place.zero_()
+        for number in range(len(self.batches)):
+            self._measure(number)
+        self.model.train()
+        loss, wrong, input_loss, n = self.sums.tolist()
+        return {"loss": loss / n, "error": wrong / n, "input_loss": input_loss / n}
+
+    def _measure(self, number: int) -> None:
+        size = self.batches.batch_size
+        first = number * size
+        rows = min(size, len(self.batches.split) - first)
+        if self.recorder is not None:
+            if rows not in self._replays:
+                often = rows == min(size, len(self.batches.split))
+                program = partial(self._program, rows)
+                self._replays[rows] = self.recorder.record(program, self.place, tuple, self._restored, often)
+            if self._replays[rows] is not None:
+                self._replays[rows]()
+                return
+        self.sums += self._batch(self.drawn[:, first : first + rows])
+        self.place += 1
+
+    def _program(self, rows: int, place: Tensor) -> list[Tensor]:
+        at = place * self.batches.batch_size + torch.arange(rows, device=self.device)
+        self.sums += self._batch(self.drawn[:, at])
+        place += 1
+        return []
+
+    def _batch(self, drawn: Tensor) -> Tensor:
+        x, y = self.batches.cut(drawn)
+        x = x.detach().requires_grad_(x.is_floating_point() and self.config.input_at is None)
+        with torch.enable_grad(), in_precision(self.config, self.device):
+            out = self.model(x)
+            loss = self.loss_fn(out, y)
+        squares = torch.zeros_like(loss, dtype=torch.double)
+        if x.requires_grad:
+            (dx,) = torch.autograd.grad(loss, x)
+            squares = dx.double().square().sum()
+        return batch_sums(out.detach(), y, loss.detach(), 0.5 * squares * len(x)).detach()
+
+    @contextlib.contextmanager
+    def _restored(self) -> Iterator[None]:
+        kept = [(z, z.clone()) for z in (self.sums, self.place)]
+        try:
+            with unchanged_on_error(self.model, always=True):
+                yield
+        finally:
+            for z, contents in kept:
+                z.copy_(contents)

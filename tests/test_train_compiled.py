@@ -1,0 +1,154 @@
+"""fit(compile=True): the numbers of eager training, step by step, from recorded steps.
+
+Most tests leave out Inductor, which takes seconds a program, and run the traced programs as they are. As on a GPU,
+every recorded step is warmed up before it is used, so that whatever a warm-up leaves behind shows in the numbers.
+"""
+
+import json
+import warnings
+
+import pytest
+import torch
+from test_train import data, net, simple, without_times
+from torch import nn
+
+from threepass import UncompiledWarning, capture
+from threepass.cli import main
+from threepass.train.data import DataSet, Split
+from threepass.train.loop import fit
+from threepass.train.recorder import WARM_UP, Recorder
+from threepass.train.validation import size_of_batches
+
+pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
+RUNS = {
+    "sgd": {"lr": 0.05, "schedule": "cosine", "warmup": 1, "weight_decay": 1e-3, "label_smoothing": 0.1},
+    "moving-alpha": {"alpha": 1.0, "alpha_end": 0.0, "every": 2, "schedule": "step"},
+    "adamw-exact": {"optimizer": "adamw", "lr": 0.01, "mode": "exact", "schedule": "cosine"},
+    "as-printed": {"update": "epoch", "reduction": "sample", "alpha": 0.9},
+    "rmsprop-strength": {"optimizer": "RMSprop", "lr": 0.003, "strength": 0.1},
+}
+
+
+def in_double() -> DataSet:
+    made = data()
+    train, val = (Split(split.x.double() / 255, split.y) for split in (made.train, made.val))
+    return DataSet(train, val, made.mean, made.std, made.classes, made.name)
+
+
+def normed() -> nn.Module:
+    """No bias before the norm: its gradient is zero but for rounding, which Adam blows up to steps of full length."""
+    torch.manual_seed(1)
+    layers = [nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(144, 3))
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    record = Recorder.record
+
+    def warmed_up(self, program, counter, then, restore, compiled=True):
+        step = record(self, program, counter, then, restore, compiled)
+        for _ in range(WARM_UP if step is not None else 0):
+            with restore():
+                step()
+        return step
+
+    monkeypatch.setattr(capture, "_compiled", lambda program, inputs: lambda values: program.graph(*values))
+    monkeypatch.setattr(Recorder, "record", warmed_up)
+
+
+def assert_same_run(got, expected, tolerance: float) -> None:
+    assert len(got.history) == len(expected.history)
+    for mine, theirs in zip(got.history, expected.history, strict=True):
+        assert without_times(mine) == pytest.approx(without_times(theirs), rel=tolerance, abs=tolerance)
+    for (name, z), other in zip(got.model.state_dict().items(), expected.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(z, other, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: name + text)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_same_numbers_as_eager(name, traced):
+    settings = {"epochs": 3, "batch_size": 16, "augment": True, **RUNS[name]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UncompiledWarning)
+        got = fit(normed().double(), in_double(), compile=True, **settings)
+    assert_same_run(got, fit(normed().double(), in_double(), **settings), 1e-10)
+
+
+def test_the_same_numbers_from_inductor():
+    settings = {"epochs": 2, "batch_size": 16, "augment": True, "alpha": 0.8, "alpha_end": 0.3, **RUNS["sgd"]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UncompiledWarning)
+        got = fit(simple().double(), in_double(), compile=True, **settings)
+    assert_same_run(got, fit(simple().double(), in_double(), **settings), 1e-10)
+    first, second = got.history
+    assert 0 < first["compile_seconds"] < first["seconds"]
+    assert first["step_seconds"] < first["compile_seconds"]
+    assert "compile_seconds" not in second
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_resuming_after_any_step_changes_no_bit(name, traced, tmp_path):
+    settings = {"epochs": 2, "batch_size": 16, "channels_last": True, "compile": True, **RUNS[name]}
+    torch.manual_seed(5)
+    whole = fit(net(), data(), **settings)
+    for stop in [(0, 3), (1, 2)]:
+        folder = tmp_path / f"{stop[0]}-{stop[1]}"
+
+        def interrupt(epoch, done, stop=stop):
+            if (epoch, done) == stop:
+                raise KeyboardInterrupt
+
+        torch.manual_seed(5)
+        with pytest.raises(KeyboardInterrupt):
+            fit(net(), data(), folder=folder, after_step=interrupt, **settings)
+        torch.manual_seed(99)
+        assert_same_run(fit(net(), data(), folder=folder, resume=True, **settings), whole, 0.0)
+
+
+class Branching(nn.Module):
+    """Looks at its values, which a trace cannot."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = simple()
+
+    def forward(self, x):
+        return self.net(x) * (2 if x.mean().item() > 0 else 1)
+
+
+def hooked() -> nn.Module:
+    model = simple()
+    model[1].weight.register_hook(lambda g: g * 0.5)
+    return model
+
+
+@pytest.mark.parametrize(("make", "reason"), [(Branching, "Error"), (hooked, "has a hook on its gradient")])
+@pytest.mark.parametrize("update", ["batch", "epoch"])
+def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(make, reason, update, traced):
+    settings = {"epochs": 2, "batch_size": 16, "update": update}
+    with pytest.warns(UncompiledWarning, match=reason) as seen:
+        got = fit(make().double(), in_double(), compile=True, **settings)
+    assert len([w for w in seen if w.category is UncompiledWarning]) == 1
+    assert_same_run(got, fit(make().double(), in_double(), **settings), 1e-10)
+
+
+def test_the_command_line_compiles(traced, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = ["--model-options", '{"sizes": [64, 8, 10]}']
+    assert main(["train", "--compile", "--epochs", "1", *sizes, "--name", "one"]) == 0
+    (line,) = (tmp_path / "runs" / "one" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["compile_seconds"] > 0
+
+
+def test_bf16(traced):
+    settings = {"epochs": 3, "batch_size": 10, "alpha": 0.5, "lr": 0.02, "precision": "bf16"}
+    got, expected = (fit(simple(), data(), compile=compile, **settings).history[-1] for compile in (True, False))
+    assert all(got[key] == pytest.approx(expected[key], rel=0.05) for key in ("train_loss", "val_loss", "E_x"))
+
+
+@pytest.mark.parametrize(
+    ("samples", "numbers", "batch_size", "expected"),
+    [(10_000, 3072, 128, 1000), (10, 3072, 128, 10), (50_000, 150_528, 64, 64), (2000, 64, 1500, 1000)],
+)
+def test_validation_batches_are_large_and_equal(samples, numbers, batch_size, expected):
+    assert size_of_batches(samples, numbers, batch_size) == expected
