@@ -129,7 +129,8 @@ def by_name(name: str, **options: Any) -> nn.Module:
     if stem in ("plain", "resnet"):
         return (plain if stem == "plain" else resnet)(**({"depth": int(depth)} if depth else {}), **options)
     raise ValueError(
-        f"unknown model {name!r}: give mlp, vit, plain20, resnet20 (or another depth 6n + 2), resnet18, or module:function"
+        f"unknown model {name!r}: give mlp, vit, plain20, resnet20 (or another depth 6n + 2), resnet18, "
+        "or module:function"
     )
 
 
