@@ -5,7 +5,7 @@ import copy
 import importlib.metadata
 import platform
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -142,13 +142,17 @@ def _measure(case: Case, model: nn.Module, batch: Sequence[Tensor], forms: Forms
     """By method, "eager" and "best": times, memory, ratios to plain's; plain's slower candidate is "second"."""
     cuda = case.device == "cuda"
     references = {method: _reference(method, model, batch) for method in {m for m, _ in forms}}
-    times = take_turns({key: form.run for key, form in forms.items()}, case.rounds, cuda)
+    steps: dict[tuple[str, ...], Callable[[], Any]] = {key: form.run for key, form in forms.items()}
+    steps |= {(*key, "call"): form.call for key, form in forms.items() if form.call is not None}
+    times = take_turns(steps, case.rounds, cuda)
     results: dict[str, dict[str, Any]] = {}
     for (method, how), form in forms.items():
         row = {"how": form.how, **summary(times[method, how]), "peak_bytes": peak_bytes(form.bare, cuda)}
         row |= {"compile_seconds": form.compile_seconds, "graph_bytes": form.graph_bytes}
         row["difference"] = _difference(form.bare(), references[method])
         row["samples_per_second"] = case.batch / row["median"]
+        if (method, how, "call") in times:
+            row["call"] = summary(times[method, how, "call"])
         entry = results.setdefault(method, {})
         place = "eager" if how == "eager" else "best"
         if place in entry:
@@ -163,6 +167,8 @@ def _measure(case: Case, model: nn.Module, batch: Sequence[Tensor], forms: Forms
                 row["ratio"] = row["median"] / base["median"]
                 row["best_ratio"] = row["best"] / base["best"]
                 row["peak_ratio"] = row["peak_bytes"] / base["peak_bytes"]
+                if "call" in row:
+                    row["call"]["ratio"] = row["call"]["median"] / base["median"]
     return results
 
 

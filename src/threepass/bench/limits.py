@@ -37,9 +37,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 NORMS = ("batch_norm", "layer_norm", "group_norm", "rms_norm")
 # Operations that keep a net piecewise linear; one that is not known counts as curved.
 STRAIGHT = {
-    "_adaptive_avg_pool2d", "_unsafe_view", "add", "alias", "as_strided", "avg_pool2d", "cat", "clone", "constant_pad_nd", "detach",
-    "empty", "expand", "leaky_relu", "max_pool2d_with_indices", "mean", "permute", "relu", "slice", "squeeze", "sum",
-    "t", "threshold", "transpose", "unsqueeze", "view",
+    "_adaptive_avg_pool2d", "_unsafe_view", "add", "alias", "as_strided", "avg_pool2d", "cat", "clone",
+    "constant_pad_nd", "detach", "empty", "expand", "leaky_relu", "max_pool2d_with_indices", "mean", "permute", "relu",
+    "slice", "squeeze", "sum", "t", "threshold", "transpose", "unsqueeze", "view",
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ the class scores, l the cross-entropy. None changes a weight or `.grad`; buffers
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,17 +30,17 @@ def plain(model: nn.Module, x: Tensor, y: Tensor, v: Tensor) -> Sequence[Tensor]
 
 def paper(model: nn.Module, x: Tensor, y: Tensor, v: Tensor) -> Sequence[Tensor]:
     """Three passes, as in the paper."""
-    return _three(model, x, y, ALPHA, "paper")
+    return _three(model, x, y, "paper")
 
 
 def exact(model: nn.Module, x: Tensor, y: Tensor, v: Tensor) -> Sequence[Tensor]:
     """Three passes with the true gradient of the input loss."""
-    return _three(model, x, y, ALPHA, "exact")
+    return _three(model, x, y, "exact")
 
 
 def alpha_1(model: nn.Module, x: Tensor, y: Tensor, v: Tensor) -> Sequence[Tensor]:
     """The same program with alpha = 1, which is plain training: what the recording itself costs."""
-    return _three(model, x, y, 1.0, "paper")
+    return _three(model, x, y, "alpha1")
 
 
 def sam(model: nn.Module, x: Tensor, y: Tensor, v: Tensor) -> Sequence[Tensor]:
@@ -82,8 +83,8 @@ def double(model: nn.Module, x: Tensor, y: Tensor, v: Tensor) -> Sequence[Tensor
         return torch.autograd.grad(ALPHA * loss + (1 - ALPHA) / 2 * dx.square().sum(), list(weights(model).values()))
 
 
-def _three(model: nn.Module, x: Tensor, y: Tensor, alpha: float, mode: str) -> Sequence[Tensor]:
-    grads = three_pass(model, F.cross_entropy, x, y, alpha=alpha, mode=mode).grads
+def _three(model: nn.Module, x: Tensor, y: Tensor, method: str) -> Sequence[Tensor]:
+    grads = three_pass(model, F.cross_entropy, x, y, **OPTIONS[method]).grads
     return [grads[name] for name in weights(model)]
 
 
@@ -107,7 +108,7 @@ NAMES = {
     "jacobian": "Jacobian regulariser",
     "double": "double backward",
 }
-OPTIONS = {  # of ThreePass, for the methods that it is
+OPTIONS: dict[str, dict[str, Any]] = {  # of ThreePass, for the methods that it is
     "paper": {"alpha": ALPHA},
     "exact": {"alpha": ALPHA, "mode": "exact"},
     "alpha1": {"alpha": 1.0},

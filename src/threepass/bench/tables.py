@@ -68,7 +68,9 @@ def _row(name: str, row: dict[str, Any], tolerance: float) -> str:
     if row["compile_seconds"] is None:
         return words + (row["how"] if row["how"] != "eager" else "")
     pool = "" if row["graph_bytes"] is None else f", {row['graph_bytes'] / MIB:.0f}"
-    return words + f"{row['how']}, {row.get('cold_compile_seconds') or row['compile_seconds']:.0f}{pool}"
+    seconds = row.get("cold_compile_seconds") or row["compile_seconds"]
+    call = f"; a whole call {1000 * row['call']['median']:.3f} ms, {row['call']['ratio']:.2f}x" if "call" in row else ""
+    return words + f"{row['how']}, {seconds:.0f}{pool}{call}"
 
 
 def title(case: dict[str, Any]) -> str:
