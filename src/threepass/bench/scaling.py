@@ -24,7 +24,10 @@ BATCH = {"cuda": 128, "cpu": 16}
 
 
 def scaling(sweeps: Sequence[str], base: Case, out: Path, warm: bool) -> Path:
-    """Measures plain nets of growing sizes; returns out/PLACE-scaling.json, with times, memory and exponents."""
+    """Measures plain nets of growing sizes; returns out/PLACE-scaling.json, with times, memory and exponents.
+
+    Sweeps that the file has already stay in it, so that one may be run at a time.
+    """
     base = replace(base, model="plain20", options={}, methods=METHODS).settled()
     base = replace(base, batch=BATCH[base.device])
     sizes = SIZES[base.device]
@@ -36,8 +39,9 @@ def scaling(sweeps: Sequence[str], base: Case, out: Path, warm: bool) -> Path:
     run_all(points, folder, warm)
     found = {sweep: _gather(folder, sweep, sizes[sweep]) for sweep in sweeps}
     first = json.loads((folder / f"{next(iter(points))}.json").read_text(encoding="utf-8"))
-    report = {"case": first["case"], "machine": first.get("machine"), "sweeps": found}
     file = folder.with_suffix(".json")
+    known = json.loads(file.read_text(encoding="utf-8"))["sweeps"] if file.exists() else {}
+    report = {"case": first["case"], "machine": first.get("machine"), "sweeps": known | found}
     file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return file
 

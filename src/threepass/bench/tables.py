@@ -1,6 +1,7 @@
 """What is printed about a case, and the tables of README and docs, made from the files under results/bench."""
 
 import json
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -61,15 +62,16 @@ def _row(name: str, row: dict[str, Any], tolerance: float) -> str:
     low, high = (f"{1000 * s:.3f}" for s in row["quartiles"])
     share = f"{row['bytes_share']:6.0%}" if "bytes_share" in row else " " * 6
     words = (
-        f"  {name:<32} {1000 * row['median']:8.3f} {low + ' - ' + high:>17} {row['ratio']:6.2f} "
-        f"{row['samples_per_second']:8.0f} {row['peak_bytes'] / MIB:8.1f} {row['peak_ratio']:6.2f} "
+        f"  {name:<32} {1000 * row['median']:8.3f} {low + ' - ' + high:>17} {row.get('ratio', math.nan):6.2f} "
+        f"{row['samples_per_second']:8.0f} {row['peak_bytes'] / MIB:8.1f} {row.get('peak_ratio', math.nan):6.2f} "
         f"{row['operations_share']:6.0%} {share} {row['difference']:8.0e}{mark}"
     )
     if row["compile_seconds"] is None:
         return words + (row["how"] if row["how"] != "eager" else "")
     pool = "" if row["graph_bytes"] is None else f", {row['graph_bytes'] / MIB:.0f}"
     seconds = row.get("cold_compile_seconds") or row["compile_seconds"]
-    call = f"; a whole call {1000 * row['call']['median']:.3f} ms, {row['call']['ratio']:.2f}x" if "call" in row else ""
+    whole = row.get("call")
+    call = f"; a whole call {1000 * whole['median']:.3f} ms, {whole.get('ratio', math.nan):.2f}x" if whole else ""
     return words + f"{row['how']}, {seconds:.0f}{pool}{call}"
 
 
@@ -116,8 +118,11 @@ def _cases(found: list[dict[str, Any]]) -> str:
         cells = [title(r["case"]), _ms(r["methods"]["plain"])]
         for mode in ("paper", "exact"):
             z = r["limits"][mode]
-            cells += [_ratio(r["methods"][mode], "ratio"), f"{z['operations_ratio']:.2f}x, {z['bytes_ratio']:.2f}x"]
-        cells += [_ratio(r["methods"][mode], "peak_ratio") for mode in ("paper", "exact")]
+            cells += [
+                _ratio(r["methods"].get(mode, {}), "ratio"),
+                f"{z['operations_ratio']:.2f}x, {z['bytes_ratio']:.2f}x",
+            ]
+        cells += [_ratio(r["methods"].get(mode, {}), "peak_ratio") for mode in ("paper", "exact")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
