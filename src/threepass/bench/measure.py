@@ -95,16 +95,27 @@ def _cpu_peak_bytes(step: Run) -> int:
 
 
 def ceilings(device: str, dtype: torch.dtype) -> dict[str, float]:
-    """The best that this device does, at the precision that is set: a large matrix product, and a large copy.
+    """The best that this device does, at the precision that is set.
 
-    operations_per_second: of a square product, two for each multiplication and addition.
+    operations_per_second: of a square matrix product or a convolution with 64 channels, whichever is faster (vendors'
+        libraries differ), two for each multiplication and addition.
     bytes_per_second: read and written by a copy.
     """
     cuda = device == "cuda"
-    n, bytes_ = (8192, 2**30) if cuda else (1024, 2**27)
+    n, images, bytes_ = (8192, 256, 2**30) if cuda else (1024, 32, 2**27)
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    x = torch.randn(images, 64, 64, 64, device=device).to(dtype=dtype, memory_format=torch.channels_last)
+    w = torch.randn(64, 64, 3, 3, device=device).to(dtype=dtype, memory_format=torch.channels_last)
     source = torch.zeros(bytes_, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    steps = {"product": lambda: torch.mm(a, b), "copy": lambda: target.copy_(source)}
+    steps = {
+        "product": lambda: torch.mm(a, b),
+        "convolution": lambda: torch.conv2d(x, w, padding=1),
+        "copy": lambda: target.copy_(source),
+    }
     best = {name: min(times) for name, times in take_turns(steps, 7, cuda).items()}
-    return {"operations_per_second": 2 * n**3 / best["product"], "bytes_per_second": 2 * bytes_ / best["copy"]}
+    operations = {"product": 2 * n**3, "convolution": 2 * 9 * 64 * x.numel()}
+    return {
+        "operations_per_second": max(count / best[name] for name, count in operations.items()),
+        "bytes_per_second": 2 * bytes_ / best["copy"],
+    }

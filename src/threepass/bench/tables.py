@@ -25,8 +25,8 @@ def text(report: dict[str, Any]) -> str:
     lines = [
         f"{head}, {'channels_last' if case['channels_last'] else 'contiguous'}, {case['rounds']} rounds",
         f"{where(m)}; torch {m['torch']}, Python {m['python']}",
-        f"ceilings: {ceiling['operations_per_second'] / 1e12:.3g} Tflop/s in a product, "
-        f"{ceiling['bytes_per_second'] / 1e9:.4g} GB/s in a copy",
+        f"ceilings: {ceiling['operations_per_second'] / 1e12:.3g} Tflop/s in a large product, "
+        f"{ceiling['bytes_per_second'] / 1e9:.4g} GB/s in a large copy",
     ]
     for mode in ("paper", "exact"):
         z = limits[mode]
