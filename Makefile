@@ -28,7 +28,7 @@ demo: setup
 	$(BIN)/threepass compare --demo
 
 bench: setup
-	$(BIN)/python benchmarks/step.py
+	$(BIN)/threepass bench
 
 docs: setup
 	$(BIN)/mkdocs build --strict --site-dir .site

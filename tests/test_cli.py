@@ -48,6 +48,18 @@ def test_compare_and_report(own_folder, capsys):
     assert (own_folder / "page.html").exists()
 
 
+def test_bench_writes_what_it_prints(own_folder, capsys):
+    net = ["--model", "mlp", "--model-options", '{"sizes": [12, 8, 10]}', "--image", "2", "--batch", "4"]
+    few = ["--methods", "paper,sam", "--no-best", "--rounds", "1", "--threads", "1", "--device", "cpu"]
+    assert main(["bench", *net, *few, "--out", "new/one.json"]) == 0
+    printed = capsys.readouterr().out
+    assert list(json.loads((own_folder / "new" / "one.json").read_text())["methods"]) == ["plain", "paper", "sam"]
+    assert "three passes, paper" in printed
+    (own_folder / "page.md").write_text("no marks")
+    assert main(["bench", "--table", "new", "--into", "page.md"]) == 1
+    assert "has no place for the tables" in capsys.readouterr().err
+
+
 def test_data_says_what_is_there(capsys):
     assert main(["data", "digits"]) == 0
     assert "1437 training and 360 validation examples of shape (1, 8, 8), 10 classes" in capsys.readouterr().out
@@ -65,6 +77,9 @@ def test_data_says_what_is_there(capsys):
         (["train", "--epoch", "3"], 2, "did you mean --epochs?"),
         (["train", "--resume", "runs/none"], 1, "holds no run"),
         (["fly"], 2, "fly"),
+        (["bench", "--methods", "magic"], 1, "unknown method 'magic'"),
+        (["bench", "--suite", "tpu"], 1, "suite must be one of gpu, cpu"),
+        (["bench", "--scaling", "age", "--device", "cpu"], 1, "unknown sweep 'age'"),
         (["data", "mnist", "--data-dir", "empty"], 1, "threepass data mnist --download"),
     ],
 )

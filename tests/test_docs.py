@@ -7,6 +7,8 @@ from statistics import mean
 
 import pytest
 
+from threepass.bench.tables import BEGIN, END, markdown
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -27,15 +29,10 @@ def test_files_that_pages_name_exist():
 
 
 def test_measured_figures_are_those_of_the_result_files():
-    """A table behind a comment that names a file: its figures are the file's ratios of time and memory, in order."""
-    tables = re.findall(r"<!-- (results/\S+\.json) -->\n((?:\|.*\n)+)", (ROOT / "README.md").read_text())
-    assert tables
-    for name, table in tables:
-        measured = json.loads((ROOT / name).read_text())
-        shown = [re.findall(r"([\d.]+)x \|", row) for row in table.splitlines()[2:]]
-        assert shown == [[f"{m['ratio']:.2f}", f"{m['peak_ratio']:.2f}"] for m in measured["methods"].values()]
-        limits = re.findall(r"limit ([\d.]+)x", table)
-        assert limits == [f"{measured['limit'][mode]:.2f}" for mode in ("paper", "exact")]
+    """After new results: threepass bench --table results/bench --into README.md docs/speed.md"""
+    made = markdown(ROOT / "results" / "bench")
+    for page in (ROOT / "README.md", ROOT / "docs" / "speed.md"):
+        assert f"{BEGIN}\n{made}\n{END}\n" in page.read_text()
 
 
 def test_demo_figures_are_those_of_the_result_files():

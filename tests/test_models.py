@@ -14,6 +14,7 @@ SMALL = {
     "mlp": {"sizes": (3 * 16 * 16, 8, 10)},
     "plain8": {"width": 4},
     "resnet8": {"width": 4},
+    "resnet18": {"width": 4},
     "vit": {"image": 16, "width": 24, "depth": 2},
 }
 
@@ -31,6 +32,7 @@ def size(model):
         ("resnet20", 269_722),
         ("resnet-32", 464_154),
         ("resnet56", 853_018),
+        ("resnet18", 11_173_962),
     ],
 )
 def test_parameter_counts(name, count):
@@ -82,7 +84,7 @@ def test_mlp_activations():
 
 
 @pytest.mark.parametrize(("channels", "side"), [(3, 16), (1, 28)])
-@pytest.mark.parametrize("name", ["plain8", "resnet8", "vit"])
+@pytest.mark.parametrize("name", ["plain8", "resnet8", "resnet18", "vit"])
 def test_other_images(name, channels, side):
     options = SMALL[name] | {"channels": channels, "classes": 7} | ({"image": side} if name == "vit" else {})
     assert models.by_name(name, **options)(torch.randn(2, channels, side, side)).shape == (2, 7)
@@ -151,7 +153,7 @@ def test_a_function_of_the_users():
     ("name", "error", "message"),
     [
         ("plain21", ValueError, "a plain net has 6n [+] 2 layers, such as 20 or 32, got 21"),
-        ("resnet18", ValueError, "a ResNet has 6n [+] 2 layers, such as 20 or 32, got 18"),
+        ("resnet19", ValueError, "a ResNet has 6n [+] 2 layers, such as 20 or 32, got 19"),
         ("alexnet", ValueError, "unknown model 'alexnet': give mlp, vit, plain20, resnet20 .*, or module:function"),
         ("vit16", ValueError, "unknown model 'vit16'"),
         ("", ValueError, "unknown model ''"),

@@ -181,7 +181,93 @@ def init_study(name: str = "init-study", depth: int = 8, width: int = 256, seed:
     print(f"{out}: init-study.svg, init-study.json")
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (compare, train, report, data, init_study)
+def bench(
+    model: str = "plain20",
+    model_options: str = "{}",
+    batch: int = 128,
+    image: int = 32,
+    precision: str = "auto",
+    methods: tuple[str, ...] = (),
+    eager: bool = True,
+    best: bool = True,
+    rounds: int = 15,
+    device: str = "auto",
+    channels_last: bool = True,
+    threads: int | None = None,
+    suite: str | None = None,
+    scaling: tuple[str, ...] = (),
+    warm: bool = False,
+    out: Path | None = None,
+    table: Path | None = None,
+    into: tuple[Path, ...] = (),
+) -> None:
+    """Measure what a training step costs: three passes, plain training, and what is used today.
+
+    Args:
+        model: mlp, plain20, resnet20 (or another depth 6n + 2), resnet18, vit, or module:function of your own.
+        model_options: for the model's function, as JSON.
+        batch: images in a step.
+        image: their height and width.
+        precision: tf32, float32 or bf16; auto: tf32 on a GPU, float32 on a CPU.
+        methods: some of plain, paper, exact, alpha1, sam, finite, jacobian, double; default: all.
+        eager: measure eager steps.
+        best: measure every method at its best: captured or compiled, on a GPU as a CUDA graph.
+        rounds: samples of every method, which take turns.
+        device: cpu, cuda, or auto: cuda if there is one.
+        channels_last: the memory format of images; else contiguous.
+        threads: of a CPU; default: torch's own choice.
+        suite: instead of one model, the list of the README: gpu or cpu.
+        scaling: instead of one model, sweeps: depth, width, batch, image.
+        warm: of a suite or sweep, compile everything first, in as many processes as there are cores.
+        out: write a JSON file; of a suite or sweep, the folder; default there: results/bench.
+        table: measure nothing; print the tables of the results in this folder.
+        into: pages to put these tables into, between their marks.
+    """
+    from .bench import page, tables
+    from .bench.case import Case, run
+    from .bench.methods import METHODS
+    from .bench.scaling import scaling as sweep
+    from .bench.suite import suite as run_suite
+
+    chosen, sweeps = (tuple(w for word in words for w in word.split(",")) for words in (methods, scaling))
+    if table is not None:
+        made = tables.markdown(table)
+        print(made)
+        for target in into:
+            tables.fill(target, made)
+        return
+    if suite is not None or sweeps:
+        folder = out or Path("results/bench")
+        if suite is not None:
+            run_suite(suite, folder, warm)
+        if sweeps:
+            base = Case(precision=precision, eager=eager, best=best, rounds=rounds, device=device, threads=threads)
+            sweep(sweeps, base, folder, warm)
+        print(f"page: {page.write(folder)}")
+        return
+    options = json.loads(model_options)
+    case = Case(
+        model,
+        options,
+        batch,
+        image,
+        precision,
+        chosen or tuple(METHODS),
+        eager,
+        best,
+        rounds,
+        device,
+        channels_last,
+        threads,
+    )
+    found = run(case)
+    print(tables.text(found))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+COMMANDS: tuple[Callable[..., None], ...] = (compare, train, bench, report, data, init_study)
 
 
 class _Parser(argparse.ArgumentParser):

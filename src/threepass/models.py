@@ -1,4 +1,4 @@
-"""The paper's nets, their counterparts with norms and shortcuts, a small ViT, and nets by name."""
+"""The paper's nets, their counterparts with norms and shortcuts, ResNet-18, a small ViT, and nets by name."""
 
 import importlib
 import re
@@ -66,6 +66,23 @@ def resnet(depth: int = 20, classes: int = 10, width: int = 16, channels: int = 
     )
 
 
+def resnet18(classes: int = 10, width: int = 64, channels: int = 3) -> nn.Sequential:
+    """ResNet-18 with the first layer that is usual for small images: 3 x 3, stride 1, no pooling.
+
+    Four stages of two blocks; a shortcut that changes shape is a 1 x 1 convolution with BatchNorm (He's option B).
+
+    >>> sum(p.numel() for p in resnet18().parameters())
+    11173962
+    """
+    layers: list[nn.Module] = [*_conv_norm(channels, width, 1), nn.ReLU()]
+    n_in = width
+    for stage in range(4):
+        n_out = width * 2**stage
+        layers += [_Projected(n_in, n_out, 2 if stage else 1), _Projected(n_out, n_out, 1)]
+        n_in = n_out
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(n_in, classes))
+
+
 def vit(
     image: int = 32,
     patch: int = 4,
@@ -76,6 +93,8 @@ def vit(
     channels: int = 3,
 ) -> nn.Module:
     """A small vision transformer: norms before attention and MLP, learned positions, the mean over patches classified.
+
+    `vit(depth=12)` has the shape of ViT-Tiny, with 4 x 4 patches.
 
     >>> sum(p.numel() for p in vit().parameters())
     2693194
@@ -89,7 +108,9 @@ def vit(
 
 
 def by_name(name: str, **options: Any) -> nn.Module:
-    """A net by its name: "mlp", "plain20", "resnet20" (any 6n + 2), "vit", or a function of yours, "module:function".
+    """A net by its name: "mlp", "plain20", "resnet20" (any 6n + 2), "resnet18", "vit", or a function of yours.
+
+    A function of yours is "module:function".
 
     Options go to the function; `sizes` are the mlp's, by default the paper's.
 
@@ -103,10 +124,13 @@ def by_name(name: str, **options: Any) -> nn.Module:
         return mlp(*options.pop("sizes", (784, 512, 10)), **options)
     if stem == "vit" and not depth:
         return vit(**options)
+    if (stem, depth) == ("resnet", "18"):
+        return resnet18(**options)
     if stem in ("plain", "resnet"):
         return (plain if stem == "plain" else resnet)(**({"depth": int(depth)} if depth else {}), **options)
     raise ValueError(
-        f"unknown model {name!r}: give mlp, vit, plain20, resnet20 (or another depth 6n + 2), or module:function"
+        f"unknown model {name!r}: give mlp, vit, plain20, resnet20 (or another depth 6n + 2), resnet18, "
+        "or module:function"
     )
 
 
@@ -135,8 +159,8 @@ def _stages(what: str, depth: int, width: int, channels: int) -> list[tuple[int,
     ]
 
 
-def _conv_norm(n_in: int, n_out: int, stride: int) -> list[nn.Module]:
-    conv = nn.Conv2d(n_in, n_out, 3, stride, 1, bias=False)
+def _conv_norm(n_in: int, n_out: int, stride: int, size: int = 3) -> list[nn.Module]:
+    conv = nn.Conv2d(n_in, n_out, size, stride, size // 2, bias=False)
     nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
     return [conv, nn.BatchNorm2d(n_out)]
 
@@ -152,6 +176,16 @@ class _Block(nn.Module):
         if self.new:
             shortcut = F.pad(shortcut, (0, 0, 0, 0, self.new // 2, self.new - self.new // 2))
         return F.relu(self.body(x) + shortcut)
+
+
+class _Projected(nn.Module):
+    def __init__(self, n_in: int, n_out: int, stride: int):
+        super().__init__()
+        self.body = nn.Sequential(*_conv_norm(n_in, n_out, stride), nn.ReLU(), *_conv_norm(n_out, n_out, 1))
+        self.shortcut = nn.Sequential(*_conv_norm(n_in, n_out, stride, 1) if n_in != n_out else ())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.shortcut(x))
 
 
 class _ViT(nn.Module):

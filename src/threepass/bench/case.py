@@ -1,0 +1,255 @@
+"""One configuration: its methods eagerly and at their best, timed in turns, checked against each other."""
+
+import contextlib
+import copy
+import importlib.metadata
+import platform
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import models
+from ..errors import NormalizationWarning
+from .forms import Form, FormError, best, eager, reason
+from .limits import layers, limits, operations
+from .measure import ceilings, peak_bytes, summary, take_turns
+from .methods import METHODS
+
+PRECISIONS = ("tf32", "float32", "bf16")
+CLASSES, WARM_UP = 10, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured. bf16: weights and batch in bfloat16; tf32: float32 with TF32 products (on a GPU)."""
+
+    model: str = "plain20"
+    options: dict[str, Any] = field(default_factory=dict)
+    batch: int = 128
+    image: int = 32
+    precision: str = "auto"
+    methods: tuple[str, ...] = tuple(METHODS)
+    eager: bool = True
+    best: bool = True
+    rounds: int = 15
+    device: str = "auto"
+    channels_last: bool = True
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.methods if name not in METHODS]
+        if unknown:
+            raise ValueError(f"unknown method {unknown[0]!r}: give some of {', '.join(METHODS)}")
+        if self.batch < 1 or self.rounds < 1 or self.image < 1:
+            raise ValueError("batch, rounds and image must be at least 1")
+        if not (self.eager or self.best):
+            raise ValueError("nothing to measure: neither eager nor best")
+        if self.precision not in ("auto", *PRECISIONS):
+            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+
+    def settled(self) -> "Case":
+        """With the device, precision and threads that this machine gives; plain training always takes part."""
+        device = self.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        precision = self.precision
+        if precision == "auto":
+            precision = "tf32" if device == "cuda" else "float32"
+        if precision == "tf32" and device != "cuda":
+            raise ValueError("tf32 needs a GPU: give --precision float32 or bf16")
+        methods = tuple(name for name in METHODS if name == "plain" or name in self.methods)
+        threads = self.threads or torch.get_num_threads()
+        return replace(self, device=device, precision=precision, methods=methods, threads=threads)
+
+    def make(self) -> tuple[nn.Module, list[Tensor]]:
+        """The model, and x (batch x 3 x image x image), y, and the random unit vectors v of the Jacobian penalty."""
+        torch.manual_seed(0)
+        model = models.by_name(self.model, **self._fitting() | self.options)
+        x = torch.randn(self.batch, 3, self.image, self.image)
+        layout = torch.channels_last if self.channels_last and self.model != "mlp" else torch.contiguous_format
+        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
+        model = model.to(self.device, dtype, memory_format=layout)  # type: ignore[call-overload]
+        x = x.to(self.device, dtype, memory_format=layout)
+        with torch.no_grad():
+            z = copy.deepcopy(model)(x)
+        if z.dim() != 2 or len(z) != self.batch:
+            raise ValueError(f"the model must give a row of class scores for each image, got shape {tuple(z.shape)}")
+        y = torch.randint(z.shape[1], (self.batch,)).to(self.device)
+        v = F.normalize(torch.randn(z.shape), dim=1).to(z)
+        return model, [x, y, v]
+
+    def _fitting(self) -> dict[str, Any]:
+        if self.model == "mlp":
+            return {"sizes": (3 * self.image**2, 2048, 2048, CLASSES)}
+        return {"image": self.image} if self.model == "vit" else {}
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Everything about a case, as it goes into its JSON file."""
+    case = case.settled()
+    with settings(case), warnings.catch_warnings():
+        warnings.simplefilter("ignore", NormalizationWarning)
+        model, batch = case.make()
+        before = ceilings(case.device, batch[0].dtype)
+        forms, failures = prepare(case, model, batch)
+        found = _measure(case, model, batch, forms)
+        after = ceilings(case.device, batch[0].dtype)
+        ceiling = {name: max(before[name], after[name]) for name in before}  # other load only ever lowers them
+        limit = limits(layers(model, batch[0]), ceiling)
+        for (method, form), why in failures.items():
+            found.setdefault(method, {})[form] = {"fails": why}
+        for method, entry in found.items():
+            _at_ceilings(entry, limit.get(method), ceiling)
+        place = machine(case.device)
+        agreement = _agreement(model, batch) if "exact" in case.methods else None
+    return {
+        "case": asdict(case),
+        "machine": place,
+        "ceilings": ceiling,
+        "limits": limit,
+        "exact_against_double_backward": agreement,
+        "methods": {name: found[name] for name in case.methods},
+    }
+
+
+Forms = dict[tuple[str, str], Form]
+
+
+def prepare(case: Case, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Forms, dict[tuple[str, str], str]]:
+    """Every (method, form) that runs, and why the others do not. Plain training's candidates are all kept."""
+    made: Forms = {}
+    failures = {}
+    for method in case.methods:
+        for form in [name for name in ("eager", "best") if getattr(case, name)]:
+            try:
+                found = best(method, model, batch) if form == "best" else [eager(method, model, batch)]
+                for z in found:
+                    for _ in range(WARM_UP):
+                        z.run()
+                    made[method, form if form == "eager" else z.how] = z
+            except FormError as error:
+                failures[method, form] = str(error)
+            except Exception as error:  # whatever a model does not allow, the others still count
+                failures[method, form] = reason(error)
+    return made, failures
+
+
+def _measure(case: Case, model: nn.Module, batch: Sequence[Tensor], forms: Forms) -> dict[str, dict[str, Any]]:
+    """By method, "eager" and "best": times, memory, ratios to plain's; plain's slower candidate is "second"."""
+    cuda = case.device == "cuda"
+    references = {method: _reference(method, model, batch) for method in {m for m, _ in forms}}
+    steps: dict[tuple[str, ...], Callable[[], Any]] = {key: form.run for key, form in forms.items()}
+    steps |= {(*key, "call"): form.call for key, form in forms.items() if form.call is not None}
+    times = take_turns(steps, case.rounds, cuda)
+    results: dict[str, dict[str, Any]] = {}
+    for (method, how), form in forms.items():
+        row = {"how": form.how, **summary(times[method, how]), "peak_bytes": peak_bytes(form.bare, cuda)}
+        row |= {"compile_seconds": form.compile_seconds, "graph_bytes": form.graph_bytes}
+        row["difference"] = _difference(form.bare(), references[method])
+        row["samples_per_second"] = case.batch / row["median"]
+        if (method, how, "call") in times:
+            row["call"] = summary(times[method, how, "call"])
+        entry = results.setdefault(method, {})
+        place = "eager" if how == "eager" else "best"
+        if place in entry:
+            entry["best"], entry["second"] = sorted((entry["best"], row), key=lambda r: r["median"])
+        else:
+            entry[place] = row
+    for method, entry in results.items():
+        entry["operations"] = operations(eager(method, copy.deepcopy(model), batch).run)
+        for place, row in entry.items():
+            base = results.get("plain", {}).get("best" if place == "second" else place)
+            if base is not None and place != "operations":
+                row["ratio"] = row["median"] / base["median"]
+                row["best_ratio"] = row["best"] / base["best"]
+                row["peak_ratio"] = row["peak_bytes"] / base["peak_bytes"]
+                if "call" in row:
+                    row["call"]["ratio"] = row["call"]["median"] / base["median"]
+    return results
+
+
+def _reference(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The method's gradients, eagerly and in full float32."""
+    with _float32_products():
+        x, y, v = batch
+        return METHODS[method](copy.deepcopy(model).float(), x.float(), y, v.float())
+
+
+def _agreement(model: nn.Module, batch: Sequence[Tensor]) -> float | str:
+    """How far exact mode is from autograd's double backward, in full float32."""
+    try:
+        return _difference(_reference("exact", model, batch), _reference("double", model, batch))
+    except Exception as error:
+        return reason(error)
+
+
+def _difference(grads: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
+    """|g - g'| / |g'|, over all weights together."""
+    pairs = list(zip(grads, reference, strict=True))
+    apart = sum((g.double() - r.double()).square().sum().item() for g, r in pairs)
+    return (apart / sum(r.double().square().sum().item() for _, r in pairs)) ** 0.5
+
+
+def _at_ceilings(entry: dict[str, Any], limit: dict[str, float] | None, ceiling: dict[str, float]) -> None:
+    """The roofline: how long the counted operations and the least bytes take at the ceilings, and the share of it."""
+    for row in (entry[place] for place in ("eager", "best", "second") if "median" in entry.get(place, {})):
+        row["operations_share"] = entry["operations"] / ceiling["operations_per_second"] / row["median"]
+        if limit is not None:
+            row["bytes_share"] = limit["bytes"] / ceiling["bytes_per_second"] / row["median"]
+
+
+@contextlib.contextmanager
+def settings(case: Case) -> Iterator[None]:
+    """The case's threads and precision, for a while."""
+    threads, kernels = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    torch.set_num_threads(case.threads or threads)
+    torch.backends.cudnn.benchmark = True
+    try:
+        with _float32_products("high" if case.precision == "tf32" else "highest"):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.cudnn.benchmark = kernels
+
+
+@contextlib.contextmanager
+def _float32_products(precision: str = "highest") -> Iterator[None]:
+    before, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = precision == "high"
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.backends.cudnn.allow_tf32 = convolutions
+
+
+def machine(device: str) -> dict[str, Any]:
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    cuda = device == "cuda"
+    return {
+        "cpu": cpu,
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "triton": _triton(),
+        "python": platform.python_version(),
+    }
+
+
+def _triton() -> str | None:
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,137 @@
+"""How a method's step runs: eagerly, or at its best.
+
+At its best, a step is one program for its fixed shapes, replayed as a CUDA graph on a GPU:
+
+    ThreePass       `threepass.ThreePass(compile=True)`, for the methods that it is
+    capture         the whole step, traced with its derivatives into one graph and compiled (`threepass.capture`)
+    torch.compile   the model compiled as PyTorch's users do it, the derivatives by autograd
+    CUDA graph      nothing compiled, only the launches recorded (on a GPU)
+
+Plain training gets the faster of capture and torch.compile, every other method the first that works.
+"""
+
+import copy
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..capture import CudaGraph, capture
+from ..errors import UncompiledWarning
+from ..options import Options
+from ..step import ThreePass
+from .methods import METHODS, OPTIONS, weights
+
+
+class Form(NamedTuple):
+    """A step ready to run.
+
+    bare: without the CUDA graph, whose memory is a pool of its own; gives the gradients.
+    call: the same as its user calls it, where that is more than `run`: ThreePass with its checks and `p.grad`.
+    """
+
+    how: str
+    run: Callable[[], Any]
+    bare: Callable[[], Sequence[Tensor]]
+    compile_seconds: float | None = None
+    graph_bytes: int | None = None
+    call: Callable[[], Any] | None = None
+
+
+class FormError(Exception):
+    """Why a method has no form: a line for each that was tried."""
+
+
+def eager(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Form:
+    def step() -> Sequence[Tensor]:
+        return METHODS[method](model, *batch)
+
+    return Form("eager", step, step)
+
+
+def best(method: str, model: nn.Module, batch: Sequence[Tensor]) -> list[Form]:
+    """The candidates for a method's best form: for plain training all that work, else the first."""
+    made: list[Form] = []
+    reasons = []
+    for how, make in _makers(method, batch[0].is_cuda):
+        try:
+            made.append(make(method, copy.deepcopy(model), batch))
+        except Exception as error:  # whatever a compiler does not take is a result too
+            reasons.append(f"{how}: {reason(error)}")
+        if made and method != "plain":
+            break
+    if not made:
+        raise FormError("; ".join(reasons))
+    return made
+
+
+def reason(error: Exception) -> str:
+    """An error in one line."""
+    words = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
+
+
+Make = Callable[[str, nn.Module, Sequence[Tensor]], Form]
+
+
+def _makers(method: str, cuda: bool) -> Iterator[tuple[str, Make]]:
+    if method in OPTIONS:
+        yield "ThreePass", _three_pass
+    else:
+        yield "capture", _captured
+        yield "torch.compile", _compiled
+    if cuda and method != "plain":
+        yield "CUDA graph", _graphed
+
+
+def _three_pass(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Form:
+    x, y, _ = batch
+    step = ThreePass(model, F.cross_entropy, compile=True, **OPTIONS[method])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UncompiledWarning)  # here that it cannot be captured is a failure
+        step(x, y)
+    assert step.compiled is not None
+    (made,) = step.compiled.steps.values()
+    assert made is not None
+    program, inputs = made.captured, [step.compiled._weights_of(Options(**OPTIONS[method])), x, y]
+    places = {id(p): i for i, p in enumerate(made.parameters)}
+    order = [places[id(p)] for p in weights(model).values()]
+
+    def bare() -> Sequence[Tensor]:
+        grads = program.ungraphed(*inputs)
+        return [grads[i] for i in order]
+
+    def call() -> None:
+        model.zero_grad()
+        step(x, y)
+
+    run = bare if program.graph is None else program.graph.replay
+    return Form("ThreePass", run, bare, program.compile_seconds, program.graph_bytes, call)
+
+
+def _captured(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Form:
+    program = capture(lambda *batch: list(METHODS[method](model, *batch)), list(batch), graph=False)
+    return _replayed("capture", lambda: program(*batch), program.compile_seconds, batch)
+
+
+def _compiled(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Form:
+    compiled = cast(nn.Module, torch.compile(model))
+    begin = time.perf_counter()
+    METHODS[method](compiled, *batch)
+    took = time.perf_counter() - begin
+    return _replayed("torch.compile", lambda: METHODS[method](compiled, *batch), took, batch)
+
+
+def _graphed(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Form:
+    return _replayed("CUDA graph", lambda: METHODS[method](model, *batch), None, batch)
+
+
+def _replayed(how: str, bare: Callable[[], Sequence[Tensor]], took: float | None, batch: Sequence[Tensor]) -> Form:
+    if not batch[0].is_cuda:
+        return Form(how, bare, bare, took)
+    graph = CudaGraph(bare)
+    return Form(how, graph.replay, bare, took, graph.bytes)

@@ -1,0 +1,121 @@
+"""Clocks, peak memory, and what the device can do at most.
+
+Time: methods take turns within every round, so that whatever else the machine does hits all alike. A sample is as many
+steps in a row as last 5 ms, between two CUDA events or two readings of `perf_counter`, and counts as one step's mean.
+
+Memory: the most bytes that torch's allocator had handed out at once during a step, beyond those before it: activations,
+errors, gradients and temporaries, not the weights and the batch. On a GPU the allocator counts them itself. On a CPU
+every allocation and release is read from a profiler's trace of one step; the process's resident size (freed pages
+stay) and a count of tensors in Python (blind to temporaries) are not exact. Scratch space that a vendor's library takes
+by its own malloc is not seen.
+"""
+
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SAMPLE = 5e-3  # seconds
+Run = Callable[[], Any]
+
+
+def take_turns(steps: Mapping[Any, Run], rounds: int, cuda: bool) -> dict[Any, list[float]]:
+    """Seconds a step, one sample a round."""
+    repeats = {name: enough(step, cuda) for name, step in steps.items()}
+    times: dict[Any, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            times[name].append(sample(step, repeats[name], cuda))
+    return times
+
+
+def enough(step: Run, cuda: bool) -> int:
+    """How many steps make a sample."""
+    count = 1
+    while (took := sample(step, count, cuda) * count) < SAMPLE:
+        count = max(2 * count, int(1.2 * count * SAMPLE / max(took, 1e-9))) if took > SAMPLE / 10 else 4 * count
+    return count
+
+
+def sample(step: Run, repeats: int, cuda: bool) -> float:
+    if not cuda:
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            step()
+        return (time.perf_counter() - begin) / repeats
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(repeats):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1000 / repeats
+
+
+def summary(seconds: list[float]) -> dict[str, Any]:
+    quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
+    return {"median": quartiles[1], "quartiles": [quartiles[0], quartiles[2]], "best": min(seconds), "seconds": seconds}
+
+
+def peak_bytes(step: Run, cuda: bool) -> int:
+    gc.collect()
+    return _cuda_peak_bytes(step) if cuda else _cpu_peak_bytes(step)
+
+
+def _cuda_peak_bytes(step: Run) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _cpu_peak_bytes(step: Run) -> int:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes lines of its own
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        profile.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    now = most = 0
+    for event in sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["args"]["Ev Idx"]):
+        now += event["args"]["Bytes"]
+        most = max(most, now)
+    return most
+
+
+def ceilings(device: str, dtype: torch.dtype) -> dict[str, float]:
+    """The best that this device does, at the precision that is set.
+
+    operations_per_second: of a square matrix product or a convolution with 64 channels, whichever is faster (vendors'
+        libraries differ), two for each multiplication and addition.
+    bytes_per_second: read and written by a copy.
+    """
+    cuda = device == "cuda"
+    n, images, bytes_ = (8192, 256, 2**30) if cuda else (1024, 32, 2**27)
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    x = torch.randn(images, 64, 64, 64, device=device).to(dtype=dtype, memory_format=torch.channels_last)
+    w = torch.randn(64, 64, 3, 3, device=device).to(dtype=dtype, memory_format=torch.channels_last)
+    source = torch.zeros(bytes_, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    steps = {
+        "product": lambda: torch.mm(a, b),
+        "convolution": lambda: torch.conv2d(x, w, padding=1),
+        "copy": lambda: target.copy_(source),
+    }
+    best = {name: min(times) for name, times in take_turns(steps, 7, cuda).items()}
+    operations = {"product": 2 * n**3, "convolution": 2 * 9 * 64 * x.numel()}
+    return {
+        "operations_per_second": max(count / best[name] for name, count in operations.items()),
+        "bytes_per_second": 2 * bytes_ / best["copy"],
+    }

@@ -1,0 +1,86 @@
+"""How the cost grows with depth, width, batch and image size: seconds ~ size^p, fitted for plain and three passes."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .case import Case
+from .suite import place, run_all
+
+METHODS = ("plain", "paper", "exact")
+SIZES: dict[str, dict[str, tuple[int, ...]]] = {
+    "cuda": {
+        "depth": (20, 32, 56, 110),
+        "width": (16, 32, 64, 128),
+        "batch": (64, 256, 1024, 4096),
+        "image": (16, 32, 64, 128),
+    },
+    "cpu": {"depth": (20, 32, 56, 110), "width": (8, 16, 32, 64), "batch": (8, 16, 32, 64), "image": (16, 32, 64)},
+}
+BATCH = {"cuda": 128, "cpu": 16}
+
+
+def scaling(sweeps: Sequence[str], base: Case, out: Path, warm: bool) -> Path:
+    """Measures plain nets of growing sizes; returns out/PLACE-scaling.json, with times, memory and exponents.
+
+    Sweeps that the file has already stay in it, so that one may be run at a time.
+    """
+    base = replace(base, model="plain20", options={}, methods=METHODS).settled()
+    base = replace(base, batch=BATCH[base.device])
+    sizes = SIZES[base.device]
+    unknown = [name for name in sweeps if name not in sizes]
+    if unknown:
+        raise ValueError(f"unknown sweep {unknown[0]!r}: give some of {', '.join(sizes)}")
+    points = {f"{sweep}-{size}": _at(base, sweep, size) for sweep in sweeps for size in sizes[sweep]}
+    folder = out / f"{place(base.device)}-scaling"
+    run_all(points, folder, warm)
+    found = {sweep: _gather(folder, sweep, sizes[sweep]) for sweep in sweeps}
+    first = json.loads((folder / f"{next(iter(points))}.json").read_text(encoding="utf-8"))
+    file = folder.with_suffix(".json")
+    known = json.loads(file.read_text(encoding="utf-8"))["sweeps"] if file.exists() else {}
+    report = {"case": first["case"], "machine": first.get("machine"), "sweeps": known | found}
+    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return file
+
+
+def _at(base: Case, sweep: str, size: int) -> Case:
+    if sweep == "depth":
+        return replace(base, model=f"plain{size}")
+    if sweep == "width":
+        return replace(base, options={"width": size})
+    return replace(base, batch=size) if sweep == "batch" else replace(base, image=size)
+
+
+def _gather(folder: Path, sweep: str, sizes: Sequence[int]) -> dict[str, Any]:
+    """By form and method: seconds, bytes and their exponents, over the sizes that worked."""
+    reports = [json.loads((folder / f"{sweep}-{size}.json").read_text(encoding="utf-8")) for size in sizes]
+    found: dict[str, Any] = {}
+    for form in ("eager", "best"):
+        for method in METHODS:
+            rows = [r.get("methods", {}).get(method, {}).get(form, {}) for r in reports]
+            measured = [(size, row) for size, row in zip(sizes, rows, strict=True) if "median" in row]
+            if not measured:
+                continue
+            line: dict[str, Any] = {"sizes": [size for size, _ in measured]}
+            for key, name in (("median", "seconds"), ("peak_bytes", "bytes")):
+                line[name] = [row[key] for _, row in measured]
+                line[f"{name}_exponent"] = exponent(line["sizes"], line[name])
+            found.setdefault(form, {})[method] = line
+    return found
+
+
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> float | None:
+    """p of the best fit values ~ size^p, by least squares of the logarithms.
+
+    >>> round(exponent([1, 2, 4, 8], [3, 12, 48, 192]), 6)
+    2.0
+    """
+    if len(set(sizes)) < 2:
+        return None
+    x, y = [math.log(s) for s in sizes], [math.log(z) for z in values]
+    middle, level = sum(x) / len(x), sum(y) / len(y)
+    slope = sum((a - middle) * (b - level) for a, b in zip(x, y, strict=True))
+    return slope / sum((a - middle) ** 2 for a in x)

@@ -1,0 +1,165 @@
+"""What is printed about a case, and the tables of README and docs, made from the files under results/bench."""
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .methods import NAMES
+
+MIB = 2**20
+TOLERANCE = {"float32": 1e-4, "tf32": 2e-2, "bf16": 0.2}  # relative, of all gradients together
+PRECISIONS = {"float32": "float32", "tf32": "TF32", "bf16": "bf16"}
+FORMS = {"best": "at its best: one compiled program", "eager": "eager"}
+
+
+def text(report: dict[str, Any]) -> str:
+    """A case as lines for a terminal."""
+    case = report["case"]
+    head = f"{title(case)}, {case['image']} x {case['image']} pixels"
+    if "fails" in report:
+        return f"{head}\n  fails: {report['fails']}\n"
+    limits, ceiling, m = report["limits"], report["ceilings"], report["machine"]
+    lines = [
+        f"{head}, {'channels_last' if case['channels_last'] else 'contiguous'}, {case['rounds']} rounds",
+        f"{where(m)}; torch {m['torch']}, Python {m['python']}",
+        f"ceilings: {ceiling['operations_per_second'] / 1e12:.3g} Tflop/s in a large product, "
+        f"{ceiling['bytes_per_second'] / 1e9:.4g} GB/s in a large copy",
+    ]
+    for mode in ("paper", "exact"):
+        z = limits[mode]
+        lines.append(
+            f"limits of {mode}: {z['operations_ratio']:.2f}x plain's operations, {z['bytes_ratio']:.2f}x its bytes; "
+            f"at the ceilings {z['seconds_ratio']:.2f}x ({1000 * z['seconds']:.3g} ms)"
+        )
+    check = report["exact_against_double_backward"]
+    if check is not None:
+        shown = check if isinstance(check, str) else f"{check:.1e}"
+        lines.append(f"exact mode against double backward, float32: {shown}")
+    for form in FORMS:
+        if any(form in entry for entry in report["methods"].values()):
+            lines += ["", *_block(form, report["methods"], TOLERANCE[case["precision"]])]
+    return "\n".join([*lines, ""])
+
+
+def _block(form: str, methods: dict[str, Any], tolerance: float) -> Iterable[str]:
+    yield (
+        f"{FORMS[form]:<34} {'ms':>8} {'quartiles':>17} {'ratio':>6} {'img/s':>8} {'MiB':>8} {'ratio':>6} "
+        f"{'flops':>6} {'bytes':>6} {'differs':>8}" + (" form, seconds to compile, MiB of the graph" * (form == "best"))
+    )
+    for name, entry in methods.items():
+        for place in (form, "second") if form == "best" else (form,):
+            if place in entry:
+                yield _row(NAMES[name] + (", slower form" if place == "second" else ""), entry[place], tolerance)
+
+
+def _row(name: str, row: dict[str, Any], tolerance: float) -> str:
+    if "fails" in row:
+        return f"  {name:<32} fails: {row['fails']}"
+    mark = "!" if row["difference"] > tolerance else " "
+    low, high = (f"{1000 * s:.3f}" for s in row["quartiles"])
+    share = f"{row['bytes_share']:6.0%}" if "bytes_share" in row else " " * 6
+    words = (
+        f"  {name:<32} {1000 * row['median']:8.3f} {low + ' - ' + high:>17} {row.get('ratio', math.nan):6.2f} "
+        f"{row['samples_per_second']:8.0f} {row['peak_bytes'] / MIB:8.1f} {row.get('peak_ratio', math.nan):6.2f} "
+        f"{row['operations_share']:6.0%} {share} {row['difference']:8.0e}{mark}"
+    )
+    if row["compile_seconds"] is None:
+        return words + (row["how"] if row["how"] != "eager" else "")
+    pool = "" if row["graph_bytes"] is None else f", {row['graph_bytes'] / MIB:.0f}"
+    seconds = row.get("cold_compile_seconds") or row["compile_seconds"]
+    whole = row.get("call")
+    call = f"; a whole call {1000 * whole['median']:.3f} ms, {whole.get('ratio', math.nan):.2f}x" if whole else ""
+    return words + f"{row['how']}, {seconds:.0f}{pool}{call}"
+
+
+def title(case: dict[str, Any]) -> str:
+    """The net as a reader would name it, with batch and precision."""
+    names = {"mlp": "MLP 3072-2048-2048-10", "resnet18": "ResNet-18", "vit": "ViT-Tiny/4"}
+    plain = re.fullmatch(r"(plain|resnet)(\d+)", case["model"])
+    known = names.get(case["model"]) if case["options"] in ({}, {"depth": 12}) else None
+    name = known or (f"{plain[1]}-{plain[2]}" if plain else case["model"])
+    extra = "".join(f", {k} {v}" for k, v in case["options"].items()) if known is None else ""
+    precision = PRECISIONS.get(case["precision"], case["precision"])
+    return f"{name}{extra}, batch {case['batch']}, {precision}"
+
+
+def where(machine: dict[str, Any]) -> str:
+    return machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads"
+
+
+def reports(folder: Path) -> list[dict[str, Any]]:
+    """The cases in a folder: GPUs first, those with the most methods first."""
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
+    cases = [r for r in found if "case" in r and "methods" in r]
+    return sorted(cases, key=lambda r: (r["machine"]["gpu"] is None, r["case"]["model"] != "plain20"))
+
+
+def markdown(folder: Path) -> str:
+    """The tables of README: every case's ratios beside its limits, and every method's for the cases that have all."""
+    parts = []
+    found = reports(folder)
+    for machine in dict.fromkeys(where(r["machine"]) for r in found):
+        here = [r for r in found if where(r["machine"]) == machine]
+        versions = here[0]["machine"]
+        parts.append(f"{machine}, torch {versions['torch']}:\n\n{_cases(here)}")
+        parts += [_methods(r) for r in here if len(r["methods"]) == len(NAMES)]
+    return "\n\n".join(parts)
+
+
+def _cases(found: list[dict[str, Any]]) -> str:
+    lines = [
+        "| net | plain, ms | paper | its limit | exact | its limit | memory of paper | of exact |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for r in found:
+        cells = [title(r["case"]), _ms(r["methods"]["plain"])]
+        for mode in ("paper", "exact"):
+            z = r["limits"][mode]
+            cells += [
+                _ratio(r["methods"].get(mode, {}), "ratio"),
+                f"{z['operations_ratio']:.2f}x, {z['bytes_ratio']:.2f}x",
+            ]
+        cells += [_ratio(r["methods"].get(mode, {}), "peak_ratio") for mode in ("paper", "exact")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _methods(r: dict[str, Any]) -> str:
+    lines = [
+        f"| {title(r['case'])} | time | memory | time, eager | memory, eager | form | s to compile |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, entry in r["methods"].items():
+        cells = [NAMES[name]]
+        for form in ("best", "eager"):
+            cells += [_ratio(entry, "ratio", form), _ratio(entry, "peak_ratio", form)]
+        row = entry.get("best", {})
+        seconds = row.get("cold_compile_seconds") or row.get("compile_seconds")
+        cells += [row.get("how", "fails"), "" if seconds is None else f"{seconds:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _ms(entry: dict[str, Any]) -> str:
+    row = entry.get("best", {})
+    return f"{1000 * row['median']:.3g}" if "median" in row else "fails"
+
+
+def _ratio(entry: dict[str, Any], key: str, form: str = "best") -> str:
+    row = entry.get(form, {})
+    return f"{row[key]:.2f}x" if key in row else "fails" if "fails" in row else ""
+
+
+BEGIN, END = "<!-- threepass bench --table results/bench -->", "<!-- end -->"
+
+
+def fill(page: Path, tables: str) -> None:
+    """Puts the tables between the page's two marks."""
+    words = page.read_text(encoding="utf-8")
+    if BEGIN not in words or END not in words:
+        raise ValueError(f"{page} has no place for the tables: a line {BEGIN}, and {END} below it")
+    head, rest = words.split(BEGIN, 1)
+    page.write_text(f"{head}{BEGIN}\n{tables}\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
