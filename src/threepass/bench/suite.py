@@ -5,95 +5,70 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .case import Case
-from .methods import METHODS
 from .tables import text
 from .worker import to_json
 
 PATIENCE = 1800  # seconds for a case
-THREE = ("plain", "paper", "exact", "alpha1")
+THREE: dict[str, Any] = {"methods": ("plain", "paper", "exact", "alpha1"), "eager": False}
 VIT_TINY = {"depth": 12}
 SUITES = {
     "gpu": (
         Case("plain20", batch=128, precision="tf32"),
-        Case("plain20", batch=128, precision="bf16", methods=THREE),
-        Case("plain20", batch=1024, precision="bf16", methods=THREE),
-        Case("resnet18", batch=256, precision="tf32"),
-        Case("resnet18", batch=256, precision="bf16", methods=THREE),
-        Case("vit", VIT_TINY, batch=256, precision="bf16", methods=THREE),
-        Case("mlp", batch=256, precision="tf32", methods=THREE),
+        Case("plain20", batch=128, precision="bf16", **THREE),
+        Case("plain20", batch=1024, precision="bf16", **THREE),
+        Case("resnet18", batch=256, precision="tf32", **THREE),
+        Case("resnet18", batch=256, precision="bf16", **THREE),
+        Case("vit", VIT_TINY, batch=256, precision="bf16", **THREE),
+        Case("mlp", batch=256, precision="tf32", **THREE),
     ),
     "cpu": (Case("plain20", batch=128, precision="float32", device="cpu", threads=2, rounds=9),),
 }
 
 
-def suite(which: str, out: Path, warm: bool) -> list[Path]:
+def suite(which: str, out: Path, together: bool) -> list[Path]:
     """The README's list for a machine; returns the files."""
     if which not in SUITES:
         raise ValueError(f"suite must be one of {', '.join(SUITES)}, got {which!r}")
-    return run_all({slug(case): case for case in SUITES[which]}, out, warm)
+    return run_all({slug(case): case for case in SUITES[which]}, out, together)
 
 
-def run_all(cases: Mapping[str, Case], out: Path, warm: bool) -> list[Path]:
-    """Measures one case after the other, into out/NAME.json. warm: compile them all first, at the same time.
-
-    Compiling at the same time fills a cache that starts empty, and takes the cold compile times as it does so.
-    """
+def run_all(cases: Mapping[str, Case], out: Path, together: bool) -> list[Path]:
+    """Measures one case after the other, into out/NAME.json; with `together` they are compiled all at the same time."""
     out.mkdir(parents=True, exist_ok=True)
-    files = []
-    with tempfile.TemporaryDirectory() as cache:
-        env = dict(os.environ) | ({"TORCHINDUCTOR_CACHE_DIR": cache} if warm else {})
-        cold = _compile_all(cases, env) if warm else {}
-        for name, case in cases.items():
-            report = _in_a_process("measure", case, env)
+    with tempfile.TemporaryDirectory() as folder:
+        lock = str(Path(folder, "lock"))
+
+        def measure(named: tuple[str, Case]) -> Path:
+            name, case = named
+            report = _in_a_process(case, lock if together else "", len(cases) if together else 1)
             if "fails" in report:
                 report = {"case": json.loads(to_json(case)), **report}
-            for method, seconds in cold.get(name, {}).items():
-                for row in report.get("methods", {}).get(method, {}).values():
-                    if isinstance(row, dict) and row.get("how") in seconds:
-                        row["cold_compile_seconds"] = seconds[row["how"]]
             file = out / f"{name}.json"
             file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-            files.append(file)
             print(text(report), flush=True)
-    return files
+            return file
+
+        with ThreadPoolExecutor(len(cases) if together else 1) as pool:
+            return list(pool.map(measure, cases.items()))
 
 
-def _compile_all(cases: Mapping[str, Case], env: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """By case and method: the seconds that compiling took, with as many processes at work as there are cores."""
-    jobs = [(name, method) for name, case in cases.items() if case.best for method in _methods(case)]
-    env = env | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-
-    def compiled(job: tuple[str, str]) -> dict[str, Any]:
-        name, method = job
-        return _in_a_process("compile", replace(cases[name], methods=(method,)), env)
-
-    cold: dict[str, dict[str, Any]] = {}
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for (name, method), seconds in zip(jobs, pool.map(compiled, jobs), strict=True):
-            cold.setdefault(name, {})[method] = seconds
-    return cold
-
-
-def _methods(case: Case) -> Iterable[str]:
-    return [name for name in METHODS if name == "plain" or name in case.methods]
-
-
-def _in_a_process(job: str, case: Case, env: dict[str, str]) -> dict[str, Any]:
-    """What the worker wrote, or {"fails": its last words}."""
+def _in_a_process(case: Case, lock: str, share: int) -> dict[str, Any]:
+    """What the worker wrote, or {"fails": its last words}. share: how many processes share the cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    env = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, cores // share))}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
-        command = [sys.executable, "-m", "threepass.bench.worker", job, to_json(case), str(out)]
+        command = [sys.executable, "-m", "threepass.bench.worker", to_json(case), str(out), lock]
         try:
-            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=env)
         except subprocess.TimeoutExpired:
             return {"fails": f"not done after {PATIENCE} s"}
         if done.returncode or not out.exists():
