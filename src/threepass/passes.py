@@ -91,14 +91,22 @@ def mark_gates(graph: Graph) -> None:
                 put(graph, gate, gated, (gate.args[0], first))
 
 
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def marked(g: Tensor, u: Tensor) -> Tensor:
-    """A gate of g by u that leaves its mark: g where u > 0, with no zero that is negative; minus zero elsewhere."""
-    return torch.where(u > 0, torch.where(g == 0, 0.0, g), -0.0)
+    """A gate of g by u that leaves its mark: g where u > 0, with no zero that is negative; minus zero elsewhere.
+
+    Minus zero is written by its bits, those of the least whole number: Triton reads a literal -0.0 as 0.0.
+    """
+    bits = _BITS[g.dtype.itemsize]
+    opened = torch.where(g == 0, 0, g.view(bits))
+    return torch.where(u > 0, opened, torch.iinfo(bits).min).view(g.dtype)
 
 
 def gated(s: Tensor, mark: Tensor) -> Tensor:
-    """s where the mark is not minus zero, whose bits are the least whole number's."""
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[mark.dtype.itemsize]
+    """s where the mark is not minus zero."""
+    bits = _BITS[mark.dtype.itemsize]
     return torch.where(mark.view(bits) == torch.iinfo(bits).min, 0.0, s)
 
 

@@ -96,11 +96,12 @@ def run(case: Case, alone: contextlib.AbstractContextManager[None] | None = None
     with settings(case), warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore", NormalizationWarning)
         model, batch = case.make()
-        with torch.backends.cudnn.flags(benchmark=alone is None, allow_tf32=torch.backends.cudnn.allow_tf32):
-            forms, failures = prepare(case, model, batch)
+        torch.backends.cudnn.benchmark = alone is None
+        forms, failures = prepare(case, model, batch)
         if alone is not None:
             stack.enter_context(alone)
-            forms = {key: form.record() for key, form in forms.items()}  # now cuDNN may choose its kernels by trying
+            torch.backends.cudnn.benchmark = True  # nobody else is measuring: it may choose its kernels by trying
+            forms = {key: form.record() for key, form in forms.items()}
         before = ceilings(case.device, batch[0].dtype)
         found = _measure(case, model, batch, forms)
         after = ceilings(case.device, batch[0].dtype)
