@@ -243,25 +243,17 @@ def test_a_crash_costs_one_result(tmp_path, monkeypatch, capsys):
     path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH"), "src"])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     named = {"bad": Case("crashing:net", device="cpu"), "good": Case(**TINY, best=False, methods=("plain",))}
-    bad, good = (json.loads(file.read_text()) for file in suite.run_all(named, tmp_path / "out", together=False))
+    bad, good = (json.loads(file.read_text()) for file in suite.run_all(named, tmp_path / "out"))
     assert bad["fails"] == "exit code 7"
     assert good["methods"]["plain"]["eager"]["ratio"] == 1
     assert "fails: exit code 7" in capsys.readouterr().out
     assert len(tables.reports(tmp_path / "out")) == 1
 
 
-@pytest.mark.slow
-def test_cases_are_compiled_together_and_measured_alone(tmp_path):
-    named = {name: Case(**TINY, eager=False, methods=("plain", "paper")) for name in ("one", "two")}
-    for file in suite.run_all(named, tmp_path, together=True):
-        found = json.loads(file.read_text())["methods"]
-        assert all(found[name]["best"]["compile_seconds"] > 0 for name in ("plain", "paper"))
-
-
 def test_exponents_and_the_page(tmp_path, monkeypatch):
     """Sweeps whose cases cost size^2 for plain and twice that for paper; one case has failed."""
 
-    def measured(named, out, together):
+    def measured(named, out):
         out.mkdir(parents=True, exist_ok=True)
         for name, case in named.items():
             size = int(name.split("-")[1])
@@ -272,8 +264,8 @@ def test_exponents_and_the_page(tmp_path, monkeypatch):
             (out / f"{name}.json").write_text(json.dumps(report))
 
     monkeypatch.setattr("threepass.bench.scaling.run_all", measured)
-    scaling(("width",), Case(device="cpu"), tmp_path, together=False)
-    file = scaling(("depth",), Case(device="cpu"), tmp_path, together=False)
+    scaling(("width",), Case(device="cpu"), tmp_path)
+    file = scaling(("depth",), Case(device="cpu"), tmp_path)
     found = json.loads(file.read_text())["sweeps"]
     assert found["width"]["best"]["plain"]["sizes"] == [s for s in SIZES["cpu"]["width"] if s != 32]
     assert found["depth"]["best"]["paper"]["seconds_exponent"] == pytest.approx(2)
@@ -283,7 +275,7 @@ def test_exponents_and_the_page(tmp_path, monkeypatch):
     assert written.count("<svg") == 4 + 2  # time and ratio of two sweeps, and the keys of two methods
     assert (tmp_path / "figures" / "cpu-scaling-depth-best-ratio.svg").exists()
     with pytest.raises(ValueError, match="unknown sweep 'age': give some of depth, width, batch, image"):
-        scaling(("age",), Case(device="cpu"), tmp_path, together=False)
+        scaling(("age",), Case(device="cpu"), tmp_path)
     assert exponent([2], [3]) is None
 
 

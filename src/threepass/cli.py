@@ -196,7 +196,6 @@ def bench(
     threads: int | None = None,
     suite: str | None = None,
     scaling: tuple[str, ...] = (),
-    together: bool = False,
     out: Path | None = None,
     table: Path | None = None,
     into: tuple[Path, ...] = (),
@@ -218,7 +217,6 @@ def bench(
         threads: of a CPU; default: torch's own choice.
         suite: instead of one model, the list of the README: gpu or cpu.
         scaling: instead of one model, sweeps: depth, width, batch, image.
-        together: of a suite or sweep, compile all cases at the same time; they are still measured one by one.
         out: write a JSON file; of a suite or sweep, the folder; default there: results/bench.
         table: measure nothing; print the tables of the results in this folder.
         into: pages to put these tables into, between their marks.
@@ -239,10 +237,10 @@ def bench(
     if suite is not None or sweeps:
         folder = out or Path("results/bench")
         if suite is not None:
-            run_suite(suite, folder, together)
+            run_suite(suite, folder)
         if sweeps:
             base = Case(precision=precision, eager=eager, best=best, rounds=rounds, device=device, threads=threads)
-            sweep(sweeps, base, folder, together)
+            sweep(sweeps, base, folder)
         print(f"page: {page.write(folder)}")
         return
     options = json.loads(model_options)

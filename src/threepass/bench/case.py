@@ -90,18 +90,13 @@ class Case:
         return {"image": self.image} if self.model == "vit" else {}
 
 
-def run(case: Case, alone: contextlib.AbstractContextManager[None] | None = None) -> dict[str, Any]:
-    """Everything about a case, as it goes into its JSON file; measured within `alone`, compiled before it."""
+def run(case: Case) -> dict[str, Any]:
+    """Everything about a case, as it goes into its JSON file."""
     case = case.settled()
-    with settings(case), warnings.catch_warnings(), contextlib.ExitStack() as stack:
+    with settings(case), warnings.catch_warnings():
         warnings.simplefilter("ignore", NormalizationWarning)
         model, batch = case.make()
-        torch.backends.cudnn.benchmark = alone is None
         forms, failures = prepare(case, model, batch)
-        if alone is not None:
-            stack.enter_context(alone)
-            torch.backends.cudnn.benchmark = True  # nobody else is measuring: it may choose its kernels by trying
-            forms = {key: form.record() for key, form in forms.items()}
         before = ceilings(case.device, batch[0].dtype)
         found = _measure(case, model, batch, forms)
         after = ceilings(case.device, batch[0].dtype)

@@ -31,14 +31,12 @@ class Form(NamedTuple):
     """A step ready to run.
 
     bare: without the CUDA graph, whose memory is a pool of its own; gives the gradients.
-    record: the form with a new CUDA graph, for settings that have changed since.
     call: the same as its user calls it, where that is more than `run`: ThreePass with its checks and `p.grad`.
     """
 
     how: str
     run: Callable[[], Any]
     bare: Callable[[], Sequence[Tensor]]
-    record: Callable[[], "Form"]
     compile_seconds: float | None = None
     graph_bytes: int | None = None
     call: Callable[[], Any] | None = None
@@ -52,7 +50,7 @@ def eager(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Form:
     def step() -> Sequence[Tensor]:
         return METHODS[method](model, *batch)
 
-    return Form("eager", step, step, lambda: eager(method, model, batch))
+    return Form("eager", step, step)
 
 
 def best(method: str, model: nn.Module, batch: Sequence[Tensor]) -> list[Form]:
@@ -111,16 +109,8 @@ def _three_pass(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Form:
         model.zero_grad()
         step(x, y)
 
-    def form() -> Form:
-        run = bare if program.graph is None else program.graph.replay
-        return Form("ThreePass", run, bare, record, program.compile_seconds, program.graph_bytes, call)
-
-    def record() -> Form:
-        if program.graph is not None:
-            program.record(inputs)
-        return form()
-
-    return form()
+    run = bare if program.graph is None else program.graph.replay
+    return Form("ThreePass", run, bare, program.compile_seconds, program.graph_bytes, call)
 
 
 def _captured(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Form:
@@ -141,10 +131,7 @@ def _graphed(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Form:
 
 
 def _replayed(how: str, bare: Callable[[], Sequence[Tensor]], took: float | None, batch: Sequence[Tensor]) -> Form:
-    def record() -> Form:
-        if not batch[0].is_cuda:
-            return Form(how, bare, bare, record, took)
-        graph = CudaGraph(bare)
-        return Form(how, graph.replay, bare, record, took, graph.bytes)
-
-    return record()
+    if not batch[0].is_cuda:
+        return Form(how, bare, bare, took)
+    graph = CudaGraph(bare)
+    return Form(how, graph.replay, bare, took, graph.bytes)

@@ -23,7 +23,7 @@ SIZES: dict[str, dict[str, tuple[int, ...]]] = {
 BATCH = {"cuda": 128, "cpu": 16}
 
 
-def scaling(sweeps: Sequence[str], base: Case, out: Path, together: bool) -> Path:
+def scaling(sweeps: Sequence[str], base: Case, out: Path) -> Path:
     """Measures plain nets of growing sizes; returns out/PLACE-scaling.json, with times, memory and exponents.
 
     Sweeps that the file has already stay in it, so that one may be run at a time.
@@ -36,7 +36,7 @@ def scaling(sweeps: Sequence[str], base: Case, out: Path, together: bool) -> Pat
         raise ValueError(f"unknown sweep {unknown[0]!r}: give some of {', '.join(sizes)}")
     points = {f"{sweep}-{size}": _at(base, sweep, size) for sweep in sweeps for size in sizes[sweep]}
     folder = out / f"{place(base.device)}-scaling"
-    run_all(points, folder, together)
+    run_all(points, folder)
     found = {sweep: _gather(folder, sweep, sizes[sweep]) for sweep in sweeps}
     first = json.loads((folder / f"{next(iter(points))}.json").read_text(encoding="utf-8"))
     file = folder.with_suffix(".json")

@@ -1,12 +1,10 @@
 """Many cases, each in a process of its own and written as soon as it is done."""
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,42 +32,39 @@ SUITES = {
 }
 
 
-def suite(which: str, out: Path, together: bool) -> list[Path]:
+def suite(which: str, out: Path) -> list[Path]:
     """The README's list for a machine; returns the files."""
     if which not in SUITES:
         raise ValueError(f"suite must be one of {', '.join(SUITES)}, got {which!r}")
-    return run_all({slug(case): case for case in SUITES[which]}, out, together)
+    return run_all({slug(case): case for case in SUITES[which]}, out)
 
 
-def run_all(cases: Mapping[str, Case], out: Path, together: bool) -> list[Path]:
-    """Measures one case after the other, into out/NAME.json; with `together` they are compiled all at the same time."""
+def run_all(cases: Mapping[str, Case], out: Path) -> list[Path]:
+    """Measures one case after the other, into out/NAME.json.
+
+    Not several at a time, though compiling takes longest: cuDNN keeps the first kernel that it chose for a convolution,
+    and one that it chose on a busy GPU made plain training up to 1.4x slower.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        lock = str(Path(folder, "lock"))
-
-        def measure(named: tuple[str, Case]) -> Path:
-            name, case = named
-            report = _in_a_process(case, lock if together else "", len(cases) if together else 1)
-            if "fails" in report:
-                report = {"case": json.loads(to_json(case)), **report}
-            file = out / f"{name}.json"
-            file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-            print(text(report), flush=True)
-            return file
-
-        with ThreadPoolExecutor(len(cases) if together else 1) as pool:
-            return list(pool.map(measure, cases.items()))
+    files = []
+    for name, case in cases.items():
+        report = _in_a_process(case)
+        if "fails" in report:
+            report = {"case": json.loads(to_json(case)), **report}
+        file = out / f"{name}.json"
+        file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        files.append(file)
+        print(text(report), flush=True)
+    return files
 
 
-def _in_a_process(case: Case, lock: str, share: int) -> dict[str, Any]:
-    """What the worker wrote, or {"fails": its last words}. share: how many processes share the cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    env = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, cores // share))}
+def _in_a_process(case: Case) -> dict[str, Any]:
+    """What the worker wrote, or {"fails": its last words}."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
-        command = [sys.executable, "-m", "threepass.bench.worker", to_json(case), str(out), lock]
+        command = [sys.executable, "-m", "threepass.bench.worker", to_json(case), str(out)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=env)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
         except subprocess.TimeoutExpired:
             return {"fails": f"not done after {PATIENCE} s"}
         if done.returncode or not out.exists():

@@ -1,12 +1,7 @@
-"""A case in a process of its own, so that a crash costs one result: `python -m threepass.bench.worker CASE OUT [LOCK]`.
+"""A case in a process of its own, so that a crash costs one result: `python -m threepass.bench.worker CASE OUT`."""
 
-Whoever holds the lock's file measures; the others compile meanwhile.
-"""
-
-import contextlib
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,16 +17,6 @@ def from_json(text: str) -> Case:
     return Case(**values | {"methods": tuple(values["methods"])})
 
 
-@contextlib.contextmanager
-def alone(lock: Path) -> Iterator[None]:
-    import fcntl
-
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 if __name__ == "__main__":
-    described, out, lock = sys.argv[1:]
-    found = run(from_json(described), alone(Path(lock)) if lock else None)
-    Path(out).write_text(json.dumps(found), encoding="utf-8")
+    described, out = sys.argv[1:]
+    Path(out).write_text(json.dumps(run(from_json(described))), encoding="utf-8")
