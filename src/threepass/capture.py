@@ -29,10 +29,6 @@ _aten = torch.ops.aten
 _VIEWS = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default, _aten.lift_fresh.default}
 
 
-class CaptureError(RuntimeError):
-    """A step that cannot be captured, and why."""
-
-
 class Program:
     """A traced function: its graph, whose first inputs are `state`, the tensors that it refers to."""
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from .capture import Captured, CaptureError, capture
+from .capture import Captured, capture
 from .engine import Result, run
-from .errors import UncompiledWarning
+from .errors import CaptureError, UncompiledWarning
 from .options import Options, check_model
 from .precision import round_stochastically
 from .surroundings import unchanged_on_error
@@ -34,7 +34,9 @@ class Step:
 
     captured: Captured
     parameters: list[nn.Parameter]
-    leaves: list[Any]  # of the result; a number is a place among the outputs
+    names: list[str]  # of the parameters, in the order of the outputs that are added to `p.grad`
+    dicts: int  # how many of r.grads, r.backprop_grads and r.third_grads come behind them
+    leaves: list[Any]  # of the rest of the result; a `_Place` is among the outputs behind those
     spec: TreeSpec
 
     def __call__(self, weights: Tensor, tensors: list[Tensor]) -> Result:
@@ -45,9 +47,15 @@ class Step:
         outputs = self.captured(weights, *tensors)
         count = len(self.parameters)
         self._add(outputs[:count])
-        fields = [outputs[leaf.place] if isinstance(leaf, _Place) else leaf for leaf in self.leaves]
-        result = Result(**tree_unflatten(fields, self.spec))
-        return _apart_from_graph(result) if static else result
+        starts = range(count, (self.dicts + 1) * count, count)
+        named = [dict(zip(self.names, outputs[i : i + count], strict=True)) for i in starts]
+        rest = outputs[(self.dicts + 1) * count :]
+        fields = [rest[leaf.place] if isinstance(leaf, _Place) else leaf for leaf in self.leaves]
+        output, loss, input_loss, input_grad = tree_unflatten(fields, self.spec)
+        if static:  # copies of what people keep from call to call; input_grad and grads stay in the graph's memory
+            output = tree_map(lambda z: z.clone() if isinstance(z, Tensor) else z, output)
+            loss, input_loss = loss.clone(), input_loss.clone()
+        return Result(output, loss, input_loss, input_grad, *named, *[None] * (3 - self.dicts))
 
     def _keep_sums(self) -> None:
         """A `p.grad` that lies in the graph's own memory is a sum so far: the replay must not overwrite it."""
@@ -96,7 +104,6 @@ class CompiledSteps:
 
     def __call__(self, x: Any, y: Any, options: Options, third: bool) -> Result | None:
         """A step, added to `p.grad`; None where this kind of call runs eagerly."""
-        check_model(self.model)
         flat, spec = tree_flatten((x, y))
         tensors = [z for z in flat if isinstance(z, Tensor)]
         kind = self._kind(flat, spec, options, third)
@@ -111,9 +118,7 @@ class CompiledSteps:
             tuple(_kind_of(z) for z in flat), spec,
             options.mode, options.scale(2), options.input_at, options.batch_size, options.separate,
             options.back > 0, third and options.third > 0, options.strength is None,
-            tuple((p.data_ptr(), p.requires_grad) for p in self.model.parameters()),
-            tuple(b.data_ptr() for b in self.model.buffers()),
-            tuple(m.training for m in self.model.modules()),
+            tuple(_state_of(self.model)),
             tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
         )  # fmt: skip
 
@@ -153,7 +158,8 @@ class CompiledSteps:
 def _capture(model, loss_fn, flat: list[Any], spec: TreeSpec, weights: Tensor, options: Options, third: bool) -> Step:
     names: list[str] = []
     leaves: list[Any] = []
-    made: list[TreeSpec] = []
+    made: list[Any] = []
+    check_model(model)
     named = dict(model.named_parameters())
     buffers = [id(b) for b in model.buffers()]
 
@@ -164,19 +170,19 @@ def _capture(model, loss_fn, flat: list[Any], spec: TreeSpec, weights: Tensor, o
         grads = [
             g if g.dtype == named[n].dtype else round_stochastically(g, named[n].dtype) for n, g in r.grads.items()
         ]
-        found, result_spec = tree_flatten(dict(vars(r)))
-        names[:], made[:], leaves[:] = r.grads, [result_spec], []
-        outputs = list(grads)
-        for leaf in found:
-            leaves.append(_Place(len(outputs)) if isinstance(leaf, Tensor) else leaf)
-            outputs += [leaf] if isinstance(leaf, Tensor) else []
-        return outputs
+        dicts = [z for z in (r.grads, r.backprop_grads, r.third_grads) if z is not None]
+        found, result_spec = tree_flatten((r.output, r.loss, r.input_loss, r.input_grad))
+        others = [leaf for leaf in found if isinstance(leaf, Tensor)]
+        places = iter(range(len(others)))
+        names[:], made[:] = r.grads, [len(dicts), result_spec]
+        leaves[:] = [_Place(next(places)) if isinstance(leaf, Tensor) else leaf for leaf in found]
+        return [*grads, *(g[n] for g in dicts for n in names), *others]
 
     tensors = [z for z in flat if isinstance(z, Tensor)]
     captured = capture(step, [weights, *tensors], restore=lambda: _restored(model))
     if [id(b) for b in model.buffers()] != buffers:
         raise CaptureError("the model replaces a buffer by another tensor; write to it in place")
-    return Step(captured, [named[n] for n in names], leaves, made[0])
+    return Step(captured, [named[n] for n in names], names, made[0], leaves, made[1])
 
 
 @contextlib.contextmanager
@@ -185,13 +191,25 @@ def _restored(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def _state_of(model: nn.Module) -> Iterator[Any]:
+    """Where parameters and buffers lie, what needs a gradient, and what is training: `model.modules()`, but faster."""
+    todo: list[nn.Module | None] = [model]
+    while todo:
+        module = todo.pop()
+        if module is None:
+            continue
+        yield module.training
+        for p in module._parameters.values():
+            if p is not None:
+                yield p.data_ptr()
+                yield p.requires_grad
+        for b in module._buffers.values():
+            if b is not None:
+                yield b.data_ptr()
+        todo.extend(module._modules.values())
+
+
 def _kind_of(z: Any) -> Hashable:
     if isinstance(z, Tensor):
         return z.shape, z.stride(), z.dtype, z.device, z.is_inference()
     return z if isinstance(z, Hashable) else id(z)
-
-
-def _apart_from_graph(r: Result) -> Result:
-    """Copies of what people keep from call to call; input_grad and grads stay in the graph's memory."""
-    output = tree_map(lambda z: z.clone() if isinstance(z, Tensor) else z, r.output)
-    return Result(output, r.loss.clone(), r.input_loss.clone(), r.input_grad, r.grads, r.backprop_grads, r.third_grads)

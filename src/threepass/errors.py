@@ -28,6 +28,10 @@ class UnsupportedError(RuntimeError):
         )
 
 
+class CaptureError(Exception):
+    """A step that cannot be captured, and why."""
+
+
 class LeftOutWarning(UserWarning):
     """A tensor that needs a gradient takes part, and is no parameter of the model: it gets none."""
 

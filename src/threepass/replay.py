@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .errors import CaptureError
 from .rules.table import is_users, name_of
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -56,6 +58,24 @@ def set_random_state(states: list[Tensor], device: str) -> None:
 
 
 @contextlib.contextmanager
+def _nothing_drawn_in_a_trace(func: Callable[..., Any]) -> Iterator[None]:
+    """A tracer does not see that the random state is put back, so that a rerun would draw other numbers."""
+    mode = get_proxy_mode()
+    if mode is None:
+        yield
+        return
+    before = _draws(mode)
+    yield
+    if _draws(mode) != before:
+        raise CaptureError(f"{name_of(func)} draws random numbers inside, and pass 3 needs the same ones again")
+
+
+def _draws(mode: Any) -> int:
+    nodes = mode.tracer.graph.nodes
+    return sum(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in nodes)
+
+
+@contextlib.contextmanager
 def as_recorded(
     func: Callable[..., Any], autocast: tuple[str, bool, torch.dtype], rng: list[Tensor] | None
 ) -> Iterator[None]:
@@ -68,6 +88,7 @@ def as_recorded(
             now = random_state(device)
             stack.callback(set_random_state, now, device)
             set_random_state(rng, device)
+            stack.enter_context(_nothing_drawn_in_a_trace(func))
         if func in (ATTENTION, MULTI_HEAD):
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if func in (*_RECURRENT, torch.grid_sampler):

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..capture import CaptureError
 from ..engine import run as three_passes
+from ..errors import CaptureError
 from ..precision import round_stochastically
 from ..surroundings import unchanged_on_error
 from .optimizer import is_graphable, lr_in, state_tensors
