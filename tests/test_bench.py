@@ -11,12 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx import Interpreter
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from threepass import models
 from threepass.bench.limits import layers, total, work
-from threepass.bench.methods import METHODS
+from threepass.bench.methods import METHODS, OPTIONS
 from threepass.capture import trace
+from threepass.engine import run
+from threepass.options import Options
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
 
@@ -95,8 +98,17 @@ def problem(net):
 
 @functools.cache
 def graph_of(net, method):
+    """What `ThreePass(compile=True)` captures; of plain training, the step alone."""
     model, batch = problem(net)
-    return Graph(trace(lambda *batch: list(METHODS[method](model, *batch)), batch), batch)
+    if method == "plain":
+        return Graph(trace(lambda *batch: list(METHODS[method](model, *batch)), batch), batch)
+    options = Options(**OPTIONS[method])
+
+    def step(x, y, weights):
+        return list(run(model, F.cross_entropy, x, y, options, weights=(weights[0], weights[1])).grads.values())
+
+    inputs = [*batch[:2], torch.tensor([options.back, options.third])]
+    return Graph(trace(step, inputs), inputs)
 
 
 @pytest.mark.parametrize(
@@ -115,12 +127,12 @@ def test_products_are_those_of_the_maths(net, plain, paper, exact):
 def test_attention_adds_no_more_products_than_now():
     assert graph_of("vit", "plain").products == 29
     assert graph_of("vit", "paper").products <= 49
-    assert graph_of("vit", "exact").products <= 99
+    assert graph_of("vit", "exact").products <= 93
 
 
 @pytest.mark.parametrize(
     ("net", "paper", "exact"),
-    [("plain20", 1.37, 2.03), ("resnet8", 1.42, 2.07), ("vit", 1.92, 3.67), ("mlp", 1.89, 2.42)],
+    [("plain20", 1.37, 2.03), ("resnet8", 1.42, 2.07), ("vit", 1.92, 3.46), ("mlp", 1.89, 2.42)],
 )
 def test_bytes_in_and_out_of_products(net, paper, exact):
     plain = graph_of(net, "plain").traffic
@@ -130,7 +142,7 @@ def test_bytes_in_and_out_of_products(net, paper, exact):
 
 @pytest.mark.parametrize(
     ("net", "paper", "exact"),
-    [("plain20", 1.02, 1.83), ("resnet8", 1.40, 1.51), ("vit", 1.74, 2.23), ("mlp", 1.18, 2.86)],
+    [("plain20", 1.0, 1.83), ("resnet8", 1.16, 1.42), ("vit", 1.74, 2.30), ("mlp", 1.18, 2.86)],
 )
 def test_bytes_alive_at_once(net, paper, exact):
     """plain-20's third pass needs no more memory than plain training: it carries the mix, and gates are marks in d."""

@@ -172,7 +172,7 @@ def test_the_error_before_batch_norm_is_kept_once(everything):
     tape = Record("cpu")
     _, loss = forward(model, F.cross_entropy, x, y, Options(), tape, False)
     conv, norm = tape.operations[:2]
-    _, d = backward(tape, loss, 1.0, everything)
+    _, d = backward(tape, tape.program(everything), loss, 1.0, everything)
     assert (conv.name, norm.name) == ("conv2d", "batch_norm")
     assert d[conv][0].data_ptr() == d[norm][0].data_ptr()
     assert [tuple(z.shape) for z in d[norm]] == [(5, 3, 2, 2), (3,), (3,)]
@@ -184,7 +184,7 @@ def test_without_weights_to_train_no_error_is_kept(affine):
     tape = Record("cpu")
     _, loss = forward(model, F.cross_entropy, x, y, Options(), tape, False)
     norm = tape.operations[1]
-    assert norm not in backward(tape, loss, 1.0, everything=False)[1]
+    assert norm not in backward(tape, tape.program(False), loss, 1.0, everything=False)[1]
 
 
 @pytest.mark.parametrize("where", ["a", "u"])

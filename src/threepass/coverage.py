@@ -67,9 +67,10 @@ def coverage(model: nn.Module, x: Any, input_at: str | None = None) -> Coverage:
         except UnsupportedError:
             return Coverage(_rows(model, tape, tape.operations), tuple(dict.fromkeys(tape.problems)))
         operations = list(tape.operations)
-        dx, d = backward(tape, loss, 1.0, everything=False)
+        program = tape.program(to_the_end=False)
+        dx, d = backward(tape, program, loss, 1.0, everything=False)
         with torch.no_grad():
-            forward_again(tape, dx, dx, d, Gradients(options.back, options.third, apart=True), exact=False)
+            forward_again(tape, program, dx, dx, d, Gradients(options.back, options.third, apart=True))
         return Coverage(_rows(model, tape, operations), tuple(dict.fromkeys(tape.problems)))
 
 

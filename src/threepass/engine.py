@@ -31,7 +31,7 @@ from .surroundings import (
     warn_of_norms,
     warn_once,
 )
-from .tape import Record
+from .tape import Program, Record
 from .visit import Visit
 
 Errors = dict[Operation, list[Tensor | None]]
@@ -117,24 +117,30 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, wei
         tape = Record(next(model.parameters()).device.type)
         output, loss = forward(model, loss_fn, x, y, options, tape, paths)
 
-        # Pass 2: backward, down to the input. Of the effective batch's mean loss, this part has samples / batch.
-        gain = error_gain(tape.half, batch)
-        dx, d = backward(tape, loss, gain * samples / batch, everything=options.exact)
-        if options.exact and any(op.bent for op in tape.operations):
-            tape.problem("register_hook", "a tensor's hook changes its error", 'use mode="paper", or remove the hook')
-
-        # Pass 3: forward again, from t_0 = c dl_i/dx_i. A weight's gradient is taken as soon as its tangent is there.
         third = third and (options.third > 0 or options.separate)
-        if third and warn and not options.exact:
-            warn_of_norms(model, tape)
-        t_0, unscale = start(dx, options.scale(batch), gain, tape.half)
         half = bool(tape.half)
         relative = weights is not None and options.back > 0 and not options.separate
         apart = options.separate or (half and not relative)
+        program = tape.program(to_the_end=options.exact and third)
+        mixed = third and not (options.exact or apart or half) and tape.carries_mix(program)
+        if mixed and weights is None:  # a compiler sees by itself what is needed
+            for op, _, _ in program:
+                op.keep_gates()
+
+        # Pass 2: backward, down to the input. Of the effective batch's mean loss, this part has samples / batch.
+        gain = error_gain(tape.half, batch)
+        dx, d = backward(tape, program, loss, gain * samples / batch, everything=options.exact)
+        if options.exact and any(op.bent for op, _, _ in program):
+            tape.problem("register_hook", "a tensor's hook changes its error", 'use mode="paper", or remove the hook')
+
+        # Pass 3: forward again, from t_0 = c dl_i/dx_i. A weight's gradient is taken as soon as its tangent is there.
+        if third and warn and not options.exact:
+            warn_of_norms(model, [op for op, _, _ in program])
+        t_0, unscale = start(dx, options.scale(batch), gain, tape.half)
         back, weight_of_third = weights or (options.back, options.third)
-        gradients = Gradients(back, weight_of_third, apart, relative, half, (1 / gain, unscale))
+        gradients = Gradients(back, weight_of_third, apart, relative and not mixed, (1 / gain, unscale))
         with torch.no_grad():
-            forward_again(tape, dx, t_0 if third else None, d, gradients, options.exact)
+            forward_again(tape, program, dx, t_0 if third else None, d, gradients, options.exact, mixed)
         if tape.problems:
             raise UnsupportedError(tape.problems)
         if warn and (count := gradients.left_out(model)):
@@ -189,12 +195,14 @@ def forward(model, loss_fn, x, y, options: Options, tape: Record, paths: bool) -
     return output, loss
 
 
-def backward(tape: Record, loss: Tensor, seed: float, everything: bool) -> tuple[list[Tensor], Errors]:
+def backward(
+    tape: Record, program: Program, loss: Tensor, seed: float, everything: bool
+) -> tuple[list[Tensor], Errors]:
     """Pass 2: dl/dx, and the error d of every operation that has weights (for exact mode, also of every curved one).
 
     Of a tapped operation it is the error of a, and behind it stand the gradients of the weights.
     """
-    ops = [op for op in tape.operations if op.weights or (everything and op.needs_error)]
+    ops = [op for op, _, _ in program if op.weights or (everything and op.needs_error)]
     leaves = [leaf for _, leaf, _ in tape.inputs]
     wanted: list[Any] = [*leaves, *(z for op in ops for z in (*op.edges, *(leaf for _, leaf in op.leaves)))]
     with tape.rerunning():
@@ -209,20 +217,24 @@ def backward(tape: Record, loss: Tensor, seed: float, everything: bool) -> tuple
 
 
 def forward_again(
-    tape: Record, dx: list[Tensor], t_0: list[Tensor] | None, d: Errors, gradients: Gradients, exact: bool
+    tape: Record,
+    program: Program,
+    dx: list[Tensor],
+    t_0: list[Tensor] | None,
+    d: Errors,
+    gradients: Gradients,
+    exact: bool = False,
+    mixed: bool = False,
 ) -> None:
     """Pass 3: the tangent, operation by operation, and the weights' gradients. Without t_0: those of pass 2 alone.
 
-    Where the net is piecewise linear, the mix m = back * a + third * t obeys one recursion, m -> W m + back * b and
-    then the same gates: it runs in place of t, and a is not needed.
+    mixed: the net is piecewise linear, so that the mix m = back * a + third * t obeys one recursion, m -> W m +
+    back * b and then the same gates: it runs in place of t, and a is not needed.
     """
     for (source, _, _), g in zip(tape.inputs, dx, strict=True):
         if source.requires_grad:  # weights before input_at
             gradients.add(source, g, None)
     whole = exact and t_0 is not None
-    program = tape.program(to_the_end=whole)
-    mixed = t_0 is not None and not whole and gradients.may_carry and tape.carries_mix(program)
-    gradients.relative &= not mixed
     signals = tape.signals()
     for (source, _, z), t in zip(tape.inputs, t_0 or (), strict=False):
         signals.put(z, gradients.mix(source.detach(), t) if mixed else t)

@@ -29,18 +29,12 @@ class Gradients:
     third: Scale
     apart: bool
     relative: bool = False  # the mix is a + (third / back) t, and its products are multiplied by back
-    half: bool = False  # some operation ran in a half format
     unscale: tuple[Scale, Scale] = (1.0, 1.0)
     mixed: Terms = field(default_factory=dict)
     passes: tuple[Terms, Terms] = field(default_factory=lambda: ({}, {}))
 
     def __post_init__(self) -> None:
         self._ratio = (self.third * self.unscale[1]) / (self.back * self.unscale[0]) if self.relative else None
-
-    @property
-    def may_carry(self) -> bool:
-        """Whether pass 3 may carry the mix: neither pass is wanted by itself, and rounding does not lose t."""
-        return not self.apart and not self.half
 
     def add_mapped(self, op: Operation, m: Map, d: Tensor, s: Tensor | None) -> None:
         """A fast rule's products: of the error d with the signal and with its tangent s."""

@@ -58,6 +58,16 @@ class Operation:
         made = self.map()
         return made is not None and made.mix is not None
 
+    def keep_gates(self) -> None:
+        """Before pass 2, where pass 3 will carry the mix: lets go of a, and of a rectifier's u all but its sign."""
+        if self.output is None or self.rule is None:
+            return
+        if self.rule.reads == "u":
+            self.output = self.output.le(0).logical_not_()
+        else:
+            i, _ = self.active[0]
+            self.values[i] = torch.empty_like(self.values[i], device="meta")
+
     def call(self, values: list[Any]) -> list[Tensor]:
         """The operation as a pure function of its flat arguments: what it writes to, it gets a copy of."""
         values = list(values)

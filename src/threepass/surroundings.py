@@ -110,8 +110,8 @@ def _is_float(z: object) -> bool:
     return isinstance(z, Tensor) and z.is_floating_point()
 
 
-def warn_of_norms(model: nn.Module, tape: Record) -> None:
-    norms = sorted({op.name for op in tape.operations if _is_curved_norm(op)})
+def warn_of_norms(model: nn.Module, operations: list[Operation]) -> None:
+    norms = sorted({op.name for op in operations if _is_curved_norm(op)})
     if norms:
         warn_once(
             model,

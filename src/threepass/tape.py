@@ -35,6 +35,8 @@ from .rules.table import Rule, rule_for
 from .seeing import DROPOUT, apart, drawn_once, functions_seen, python_body, writes_to
 from .signals import Signals, Spot, storage_of
 
+Program = list[tuple[Operation, bool, list[Spot]]]
+
 
 class Record(Activations):
     """Pass 1's tape: the operations in order, the inputs, and the places that cannot be gone through."""
@@ -62,13 +64,13 @@ class Record(Activations):
     def signals(self) -> "Signals":
         return Signals(self._shared)
 
-    def program(self, to_the_end: bool) -> list[tuple[Operation, bool, list[Spot]]]:
+    def program(self, to_the_end: bool) -> Program:
         """Empties the tape into the visits of pass 3, the first one last.
 
         Each: the operation, whether its tangent goes on (to a weight, or to the loss), the spots that it reads last.
         """
         ahead: set[Any] = set()
-        visits = []
+        visits: Program = []
         for op in reversed(self.operations):
             storage = op.outputs[0].storage
             if storage in self._shared and not op.written and any(z.storage == storage for _, z in op.active):
@@ -83,7 +85,7 @@ class Record(Activations):
         self._readers.clear()  # from here on an operation lives until its visit
         return visits
 
-    def carries_mix(self, program: list[tuple[Operation, bool, list[Spot]]]) -> bool:
+    def carries_mix(self, program: Program) -> bool:
         """Whether pass 3 can carry the mix alone: the net is piecewise linear from its inputs to its last weight."""
         if self._shared or self.problems:
             return False

@@ -1,0 +1,332 @@
+"""Captured steps: the same numbers as eager ones, one program for every kind of call, and a clear way back."""
+
+import copy
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from close import assert_close
+from test_precision import BATCH, WIDTH, loss_of_scale, net
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import threepass
+from threepass import compiled, passes
+from threepass.capture import capture, trace
+from threepass.engine import run
+from threepass.kernels import conv, fuse
+from threepass.models import mlp, plain, resnet, vit
+from threepass.options import Options
+
+pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning", "ignore::DeprecationWarning")
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x):
+        return self[1](checkpoint(self[0], x, use_reentrant=False))
+
+
+NETS = {
+    "mlp": (lambda: mlp(12, 9, 8, 10), (5, 12)),
+    "gelu": (lambda: mlp(12, 9, 10, activation=nn.GELU), (5, 12)),
+    "plain": (lambda: plain(8, width=4), (4, 3, 8, 8)),
+    "resnet": (lambda: resnet(8, width=4), (4, 3, 8, 8)),
+    "vit": (lambda: vit(image=8, width=12, depth=1), (4, 3, 8, 8)),
+    "pooled": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 10)),
+               (4, 3, 8, 8)),
+    "checkpointed": (lambda: Checkpointed(mlp(12, 9, 8), mlp(8, 10)), (5, 12)),
+}  # fmt: skip
+
+
+def problem(name, dtype=torch.float64):
+    torch.manual_seed(0)
+    make, shape = NETS[name]
+    return make().to(dtype), torch.randn(shape, dtype=dtype), torch.randint(10, shape[:1])
+
+
+def same(got, expected, tolerance):
+    assert_close(dict(enumerate(got)), dict(enumerate(expected)), tolerance)
+
+
+def step_of(model, x, y, **options):
+    """The step that `ThreePass(compile=True)` captures, as a function of tensors."""
+    options = Options(**options)
+
+    def step(x, y, weights):
+        r = run(model, F.cross_entropy, x, y, options, weights=(weights[0], weights[1]))
+        return [*r.grads.values(), r.loss, r.input_loss, r.input_grad]
+
+    return step, [x, y, torch.tensor([options.back, options.third], dtype=torch.float64)]
+
+
+def everything(r):
+    return [*r.grads.values(), r.loss, r.input_loss, r.input_grad]
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+@pytest.mark.parametrize("name", NETS)
+def test_the_graph_computes_what_the_step_does(name, mode):
+    model, x, y = problem(name)
+    expected = everything(threepass.three_pass(copy.deepcopy(model), F.cross_entropy, x, y, alpha=0.3, mode=mode))
+    step, inputs = step_of(model, x, y, alpha=0.3, mode=mode)
+    program = trace(step, inputs)
+    same(program(*inputs), expected, 1e-12)
+    moved = [inputs[0] * 0.7, *inputs[1:]]
+    same(program(*moved), step(*moved), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [("mlp", "exact"), ("plain", "paper"), ("resnet", "exact"), ("vit", "paper")]
+)
+def test_compiled_is_eager_to_ten_digits(name, mode):
+    model, x, y = problem(name)
+    twin = copy.deepcopy(model)
+    step = threepass.ThreePass(model, F.cross_entropy, alpha=0.3, mode=mode, compile=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", threepass.UncompiledWarning)
+        for _ in range(2):
+            model.zero_grad()
+            r = step(x, y)
+            expected = threepass.three_pass(twin, F.cross_entropy, x, y, alpha=0.3, mode=mode)
+    same(everything(r), everything(expected), 1e-10)
+    same([r.output], [expected.output], 1e-10)
+    same([p.grad for p in model.parameters()], list(expected.grads.values()), 1e-10)
+    for ours, theirs in zip(model.buffers(), twin.buffers(), strict=True):  # running statistics: once a call
+        torch.testing.assert_close(ours, theirs)
+    assert len(step.compiled.steps) == 1
+    assert step.compiled.compile_seconds > 0
+    assert step.compiled.graph_bytes is None
+
+
+@pytest.fixture
+def traced_only(monkeypatch):
+    """Captured steps without the compiler: what is around it is the same."""
+    monkeypatch.setattr("threepass.capture._compiled", lambda program, inputs: lambda values: program.graph(*values))
+
+
+def test_alpha_moves_within_one_program_and_every_k_has_two(traced_only):
+    model, x, y = problem("mlp")
+    alphas = [0.1, 0.4, 0.7, 0.2]
+    step = threepass.ThreePass(model, F.cross_entropy, alpha=lambda calls: alphas[calls], every=2, compile=True)
+    for i, alpha in enumerate(alphas):
+        expected = run(model, F.cross_entropy, x, y, Options(alpha), third=i % 2 == 0)
+        same(everything(step(x, y)), everything(expected), 1e-12)
+    assert len(step.compiled.steps) == 2
+    step.alpha = lambda calls: 0.3
+    expected = run(model, F.cross_entropy, x[:2], y[:2], Options(0.3))
+    same(everything(step(x[:2], y[:2])), everything(expected), 1e-12)
+    assert len(step.compiled.steps) == 3
+
+
+def test_gradients_add_up_and_hooks_fire(traced_only):
+    model, x, y = problem("mlp")
+    seen = []
+    step = threepass.ThreePass(model, F.cross_entropy, compile=True)
+    step(x, y)
+    step(x, y)
+    one = threepass.three_pass(model, F.cross_entropy, x, y).grads
+    same([p.grad for p in model.parameters()], [2 * g for g in one.values()], 1e-12)
+    model[1].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    step(x, y)
+    same(seen, [3 * one["1.weight"]], 1e-12)
+
+
+def test_terms_apart_and_strength(traced_only):
+    model, x, y = problem("mlp")
+    step = threepass.ThreePass(model, F.cross_entropy, strength=2.0, separate=True, compile=True)
+    r, expected = step(x, y), threepass.three_pass(model, F.cross_entropy, x, y, strength=2.0, separate=True)
+    for field in ("grads", "backprop_grads", "third_grads"):
+        same(list(getattr(r, field).values()), list(getattr(expected, field).values()), 1e-12)
+
+
+def test_another_place_in_memory_is_another_kind(traced_only):
+    model, x, y = problem("mlp")
+    step = threepass.ThreePass(model, F.cross_entropy, compile=True)
+    step(x, y)
+    model[1].weight.data = model[1].weight.data * 2
+    expected = threepass.three_pass(model, F.cross_entropy, x, y)
+    same(everything(step(x, y)), everything(expected), 1e-12)
+    model.eval()
+    step(x, y)
+    assert len(step.compiled.steps) == 3
+
+
+class Branching(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if x.mean() > 0 else 2 * super().forward(x)
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.head = nn.Linear(8, 8), nn.Linear(8, 10)
+
+    def forward(self, x):
+        q = self.q(x)
+        return self.head(F.scaled_dot_product_attention(q, q, q, dropout_p=0.5).mean(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "reason"),
+    [
+        (Branching(8, 10), (4, 8), "get value out of a tracing tensor|data-dependent|_local_scalar_dense"),
+        (Dropped(), (4, 3, 8), "scaled_dot_product_attention draws random numbers inside"),
+    ],
+)
+def test_what_cannot_be_captured_runs_eagerly_and_says_why_once(model, shape, reason):
+    x, y = torch.randn(shape), torch.randint(10, shape[:1])
+    step = threepass.ThreePass(model, F.cross_entropy, compile=True)
+    torch.manual_seed(1)
+    with pytest.warns(threepass.UncompiledWarning, match=f"runs eagerly, with the same results.*({reason})"):
+        r = step(x, y)
+    torch.manual_seed(1)
+    same(everything(r), everything(threepass.three_pass(model, F.cross_entropy, x, y)), 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(x, y)
+
+
+def test_what_eager_refuses_is_refused_and_nothing_has_changed():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    before = copy.deepcopy(model.state_dict())
+    step = threepass.ThreePass(model, lambda out, y: out, compile=True)
+    with pytest.warns(threepass.UncompiledWarning), pytest.raises(ValueError, match="must return a scalar"):
+        step(torch.randn(5, 4), None)
+    same(list(model.state_dict().values()), list(before.values()), 0)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_too_many_kinds_run_eagerly(traced_only, monkeypatch):
+    monkeypatch.setattr(compiled, "KINDS", 1)
+    model, x, y = problem("mlp")
+    step = threepass.ThreePass(model, F.cross_entropy, compile=True)
+    step(x, y)
+    with pytest.warns(threepass.UncompiledWarning, match="more than 1 kinds of calls"):
+        r = step(x[:2], y[:2])
+    same(everything(r), everything(threepass.three_pass(model, F.cross_entropy, x[:2], y[:2])), 0)
+
+
+@pytest.mark.parametrize("ratio", [1e-3, 1e-2])
+@pytest.mark.parametrize("alpha", [0.1, 0.5, 0.8])
+@pytest.mark.parametrize("kind", ["linear", "conv", "norm"])
+def test_slope_of_the_third_pass_is_one_in_a_captured_bf16_step(kind, alpha, ratio):
+    """Of what is added to alpha * backprop, on float64's (1 - alpha) * third pass: no part is lost systematically."""
+    slopes = bf16_slopes(kind, alpha, ratio, compile_=False)
+    assert abs(slopes.mean() - 1) <= 3 * slopes.std() / len(slopes) ** 0.5 + 0.02
+    assert slopes.std() / len(slopes) ** 0.5 < 0.2
+
+
+def test_slope_of_the_third_pass_is_one_in_a_compiled_bf16_step():
+    slopes = bf16_slopes("linear", 0.5, 1e-2, compile_=True)
+    assert abs(slopes.mean() - 1) <= 3 * slopes.std() / len(slopes) ** 0.5 + 0.02
+    assert slopes.std() / len(slopes) ** 0.5 < 0.1
+
+
+def bf16_slopes(kind, alpha, ratio, compile_, draws=16):
+    """Over draws, all weights together. The loss is linear in the scores, so its factor sets |t| / |a|."""
+    model = net(kind).bfloat16()
+    scale = torch.ones((), dtype=torch.float64)
+    options, weights = Options(alpha), torch.tensor([alpha, 1 - alpha])
+
+    def step(x, r, scale, weights):
+        found = run(model, lambda out, y: scale * loss_of_scale(1.0)(out, y), x, r, options, weights=tuple(weights))
+        return list(found.grads.values())
+
+    found, captured = [], None
+    for seed in range(draws):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn(p.shape) / max(1, p[0].numel()) ** 0.5)
+        x = torch.randn(BATCH, *((3, 8, 8) if kind == "conv" else (WIDTH,))).bfloat16()
+        r = torch.randn(BATCH, 10).bfloat16()
+        wide = copy.deepcopy(model).double()
+        first = threepass.three_pass(wide, loss_of_scale(1.0), x.double(), r.double())
+        scale = torch.tensor(ratio * float(x.abs().max() / first.input_grad.abs().max()))
+        exact = threepass.three_pass(wide, loss_of_scale(float(scale)), x.double(), r.double(), separate=True)
+        inputs = [x, r, scale, weights]
+        if captured is None:
+            captured = capture(step, inputs) if compile_ else trace(step, inputs)
+        back = run(model, loss_of_scale(float(scale)), x, r, Options(1.0)).grads
+        pairs = []
+        for g, name in zip(captured(*inputs), exact.grads, strict=True):
+            third = (1 - alpha) * exact.third_grads[name]
+            pairs.append(((g.double() - alpha * back[name].double()) * third, third.square()))
+        found.append(sum(a.sum() for a, _ in pairs) / sum(b.sum() for _, b in pairs))
+    return torch.stack(found)
+
+
+def test_gates_are_marked_and_read_by_bits():
+    u = torch.tensor([1.0, 2.0, 0.0, -1.0, 3.0, torch.nan])
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        g = torch.tensor([0.5, -0.0, 7.0, -0.0, 0.0, 1.0], dtype=dtype)
+        d = passes.marked(g, u.to(dtype))
+        assert d.tolist() == [0.5, 0, 0, 0, 0, 0]
+        assert torch.signbit(d).tolist() == [False, False, True, True, False, True]
+        s = torch.arange(1.0, 7.0).to(dtype)
+        assert passes.gated(s, d).tolist() == [1, 2, 0, 0, 5, 0]
+
+
+def test_gates_are_read_off_the_errors_only_where_the_activation_is_not_needed():
+    for options, marks in (({}, 2), ({"mode": "exact"}, 0), ({"separate": True}, 0)):
+        model, x, y = problem("mlp")
+        step, inputs = step_of(model, x, y, **options)
+        found = Counter(node.target for node in trace(step, inputs).graph.graph.nodes)
+        assert found[passes.marked] == found[passes.gated] == marks
+
+
+def test_factors_of_sums_are_kept():
+    """Inductor forgets the alpha of an addition of two matrix products."""
+
+    def mixed(a):
+        return [torch.add(a @ a.mT, (a[:, :4] @ a[:, :4].mT), alpha=0.3), torch.sub(a @ a.mT, a.sum(), alpha=2)]
+
+    a = torch.randn(5, 6, dtype=torch.float64)
+    same(capture(mixed, [a])(a), mixed(a), 1e-12)
+
+
+def test_only_equal_sums_are_shared():
+    def sums(a):
+        twice = [torch.var_mean(a * 1.0, [0], correction=0)[0], torch.var_mean(a * 1.0, [0], correction=0)[0]]
+        signed = [torch.where(a > 0, 0.0, z).sum() for z in (a, -a)]
+        zeros = [torch.where(a > 0, zero, -0.0).sum() for zero in (0.0, -0.0)]
+        return [*twice, *signed, *zeros]
+
+    a = torch.randn(5, 6)
+    program = trace(sums, [a])
+    before = list(program(a))
+    passes.share_sums(program.graph.graph)
+    program.graph.recompile()
+    found = Counter(str(node.target) for node in program.graph.graph.nodes)
+    assert found["aten.var_mean.correction"] == 1
+    assert found["aten.sum.default"] == 4
+    same(program(a), before, 0)
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernels_take_the_place_of_convolutions_and_their_neighbours(mode, dtype, monkeypatch):
+    """On a CPU the operations run their plain twins."""
+    fits = {"now": True}
+    monkeypatch.setattr(conv, "fits", lambda stride, *z, weight: fits["now"] and all(map(channels_last, z)))
+    model, x, y = problem("plain", dtype)
+    model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    step, inputs = step_of(model, x, y, mode=mode)
+    ours, theirs = trace(step, inputs, kernels=True), trace(step, inputs, kernels=False)
+    found = Counter(node.target for node in ours.graph.graph.nodes)
+    kernels, carried = torch.ops.threepass, mode == "paper" and dtype == torch.float32
+    layers = 7  # the head is linear, and the last gate is read by the mean's error
+    assert found[kernels.conv3x3.default] == (2 * layers if carried else layers + 1)
+    assert found[kernels.conv3x3_tangent.default] == (0 if carried else layers - 1)
+    assert found[kernels.conv3x3_input.default] == (layers if mode == "paper" else 2 * layers - 1)
+    assert found[kernels.conv3x3_weight.default] == (layers if mode == "paper" else 2 * layers)
+    assert found[torch.ops.aten.convolution.default] == found[torch.ops.aten.convolution_backward.default] == 0
+    fits["now"] = False
+    same(ours(*inputs), theirs(*inputs), 1e-6 if dtype == torch.float32 else 2e-2)
+    fuse.warm_up(ours.graph.graph)
+
+
+def channels_last(z):
+    return z.is_contiguous(memory_format=torch.channels_last)
