@@ -315,7 +315,7 @@ def main(arguments: list[str]) -> None:
     else:
         data = data_of(args)
         result = table(args, data) if args.table else measure(args, data, args.model, args.alpha)
-    about = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+    about = {k: v for k, v in vars(args).items() if k not in ("out", "data_dir")}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     result |= {"arguments": about, "torch": torch.__version__, "device": device}
     show(result)

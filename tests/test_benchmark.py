@@ -286,7 +286,7 @@ def test_tables_go_between_the_marks(tmp_path, eager_report):
     (tmp_path / "cpu-one.json").write_text(json.dumps(report))
     made = tables.markdown(tmp_path)
     z = report["limits"]["paper"]
-    assert f"| 1.25x | {z['operations_ratio']:.2f}x, {z['bytes_ratio']:.2f}x |" in made
+    assert f", 1.25x | {z['operations_ratio']:.2f}x, {z['bytes_ratio']:.2f}x |" in made
     assert all(f"| {name} | 1.25x |" in made for name in NAMES.values())
     target = tmp_path / "page.md"
     target.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
