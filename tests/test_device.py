@@ -6,11 +6,14 @@ To 1e-6 only, because some of CUDA's float64 kernels have float32 constants.
 import copy
 import warnings
 
+import pytest
 import torch
 from cases import CASES
 from close import assert_close
+from torch.nn import functional as F
 
 import threepass
+from threepass import models
 
 
 def check(case, device: str) -> None:
@@ -42,11 +45,43 @@ def main(device: str) -> list[str]:
 
 
 def test_the_grid_on_an_accelerator():
-    import pytest
-
     if not torch.cuda.is_available():
         pytest.skip("no accelerator here")
     assert not main("cuda")
+
+
+COMPILED = {
+    "mlp": (lambda: models.mlp(48, 64, 64, 10), (32, 48)),
+    "plain": (lambda: models.plain(8), (64, 3, 16, 16)),
+    "resnet": (lambda: models.resnet(8), (64, 3, 16, 16)),
+    "vit": (lambda: models.vit(image=16, width=64, depth=2, heads=2), (64, 3, 16, 16)),
+}
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_step_on_a_gpu_is_the_eager_one(name, mode):
+    """Replayed as a CUDA graph, with our kernels: gradients, buffers, sums in `p.grad`."""
+    if not torch.cuda.is_available():
+        pytest.skip("no accelerator here")
+    torch.manual_seed(0)
+    make, shape = COMPILED[name]
+    layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+    model = make().to("cuda", memory_format=layout)
+    x, y = torch.randn(shape).to("cuda", memory_format=layout), torch.randint(10, shape[:1]).cuda()
+    twin = copy.deepcopy(model)
+    step = threepass.ThreePass(model, F.cross_entropy, alpha=0.3, mode=mode, compile=True)
+    with warnings.catch_warnings(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        warnings.simplefilter("ignore", threepass.NormalizationWarning)
+        warnings.simplefilter("error", threepass.UncompiledWarning)
+        losses = [step(x, y).loss, step(x, y).loss]
+        expected = [threepass.three_pass(twin, F.cross_entropy, x, y, alpha=0.3, mode=mode) for _ in range(2)]
+    assert losses[0].data_ptr() != losses[1].data_ptr()
+    assert step.compiled.graph_bytes > 0
+    sums = {n: 2 * g for n, g in expected[1].grads.items()}
+    assert_close({n: p.grad for n, p in model.named_parameters()}, sums, 1e-4)
+    for ours, theirs in zip(model.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 if __name__ == "__main__":
