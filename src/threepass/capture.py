@@ -22,6 +22,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from . import passes
+from .errors import CaptureError
+from .precision import HALF
 
 Fn = Callable[..., Sequence[Tensor]]
 
@@ -30,10 +32,13 @@ _VIEWS = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.defau
 
 
 class Program:
-    """A traced function: its graph, whose first inputs are `state`, the tensors that it refers to."""
+    """A traced function: its graph, whose first inputs are `state`, the tensors that it refers to.
 
-    def __init__(self, graph: GraphModule, state: list[Tensor]):
-        self.graph, self.state = graph, state
+    results: what the function returned while it was traced.
+    """
+
+    def __init__(self, graph: GraphModule, state: list[Tensor], results: list[Tensor]):
+        self.graph, self.state, self.results = graph, state, results
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         with torch.no_grad():
@@ -45,7 +50,14 @@ def trace(fn: Fn, inputs: Sequence[Tensor], kernels: bool = True) -> Program:
 
     fn runs once: what it changes besides its results, the caller puts back.
     """
-    graph = make_fx(fn)(*inputs)
+    results: list[Tensor] = []
+
+    def watched(*inputs: Tensor) -> Sequence[Tensor]:
+        outputs = fn(*inputs)
+        results[:] = outputs
+        return outputs
+
+    graph = make_fx(watched)(*inputs)
     for node in list(graph.graph.nodes):
         if node.target in _VIEWS:
             node.replace_all_uses_with(node.args[0])
@@ -54,7 +66,7 @@ def trace(fn: Fn, inputs: Sequence[Tensor], kernels: bool = True) -> Program:
     passes.apply(graph, kernels)
     graph.graph.lint()
     graph.recompile()
-    return Program(graph, state)
+    return Program(graph, state, [z.detach() for z in results])
 
 
 def _lift(graph: GraphModule) -> list[Tensor]:
@@ -135,11 +147,36 @@ def capture(
         warm_up(program.graph.graph)
     captured = Captured(program, _compiled(program, inputs), 0.0)
     with restore():
-        captured.ungraphed(*inputs)
+        _check(program, captured.ungraphed(*inputs))
     captured.compile_seconds = time.perf_counter() - started
     if graph if graph is not None else any(z.is_cuda for z in inputs):
         captured.record(inputs, restore)
     return captured
+
+
+def _check(program: Program, got: list[Tensor]) -> None:
+    """Refuses a program whose compiled results are grossly different from the function's own.
+
+    Compilers have bugs: this one catch is for those that would spoil a training run. Where random numbers are drawn,
+    the two have different ones.
+    """
+    expected, program.results = program.results, []
+    if any(passes.is_random(node) for node in program.graph.graph.nodes):
+        return
+    apart = total = 0.0
+    for ours, theirs in zip(got, expected, strict=True):
+        if theirs.is_floating_point():
+            apart += float((ours.double() - theirs.double()).square().sum())
+            total += float(theirs.double().square().sum())
+    tolerance = max((_tolerance(z) for z in expected if z.is_floating_point()), default=0.0)
+    if apart > tolerance**2 * total:
+        raise CaptureError(f"the compiled step differs from the eager one by {(apart / (total or 1.0)) ** 0.5:.1e} of its size")
+
+
+def _tolerance(z: Tensor) -> float:
+    if z.dtype == torch.float64:
+        return 1e-6
+    return 0.5 if z.dtype in HALF else 0.2 if z.is_cuda else 1e-2  # TF32 may be on
 
 
 def _compiled(program: Program, inputs: Sequence[Tensor]) -> Callable[..., Any]:

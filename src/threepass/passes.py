@@ -48,7 +48,7 @@ def share_sums(graph: Graph) -> None:
         return same.get(value, value) if isinstance(value, Node) else repr(value)  # 0.0, -0.0 and False are not equal
 
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.is_impure() or _is_random(node):
+        if node.op != "call_function" or node.is_impure() or is_random(node):
             continue
         key = (node.target, map_aggregate((node.args, node.kwargs), known))
         same[node] = twin = first.setdefault(_hashable(key), node)
@@ -57,7 +57,7 @@ def share_sums(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _is_random(node: Node) -> bool:
+def is_random(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
@@ -76,12 +76,15 @@ def write_out_alphas(graph: Graph) -> None:
             node.args, node.kwargs = (a, scaled), {}
 
 
+_RECTIFIERS = (_aten.relu.default, _aten.relu_.default)
+
+
 def mark_gates(graph: Graph) -> None:
     """Reads pass 3's gates off pass 2's errors, wherever pass 3 needs nothing else of the rectifier's output."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     gates: dict[Node, list[Node]] = {}
     for node in graph.nodes:
-        if node.target is _aten.threshold_backward.default and node.args[2] == 0:
+        if node.target is _aten.threshold_backward.default and node.args[2] == 0 and node.args[1].target in _RECTIFIERS:
             gates.setdefault(node.args[1], []).append(node)
     for u, (first, *later) in gates.items():
         others = [order[user] for user in u.users if user not in gates[u]]
@@ -91,22 +94,19 @@ def mark_gates(graph: Graph) -> None:
                 put(graph, gate, gated, (gate.args[0], first))
 
 
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def marked(g: Tensor, u: Tensor) -> Tensor:
-    """A gate of g by u that leaves its mark: g where u > 0, with no zero that is negative; minus zero elsewhere.
+    """A gate of g by a rectifier's output u that leaves its mark: g, with no negative zero, or minus zero where u is 0.
 
-    Minus zero is written by its bits, those of the least whole number: Triton reads a literal -0.0 as 0.0.
+    Minus zero is computed, because Triton reads a literal -0.0 as 0.0; by a product, because Triton negates by
+    subtracting from 0.0; and not by its bits, because the compiler looks through views of bits, and would keep u and g
+    in place of the mark.
     """
-    bits = _BITS[g.dtype.itemsize]
-    opened = torch.where(g == 0, 0, g.view(bits))
-    return torch.where(u > 0, opened, torch.iinfo(bits).min).view(g.dtype)
+    return torch.where(u > 0, torch.where(g == 0, 0.0, g), u.abs() * -2.0)
 
 
 def gated(s: Tensor, mark: Tensor) -> Tensor:
-    """s where the mark is not minus zero."""
-    bits = _BITS[mark.dtype.itemsize]
+    """s where the mark is not minus zero, whose bits are the least whole number's."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[mark.dtype.itemsize]
     return torch.where(mark.view(bits) == torch.iinfo(bits).min, 0.0, s)
 
 
