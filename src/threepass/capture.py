@@ -13,13 +13,14 @@ it is recorded as a CUDA graph and replayed: its inputs and outputs then have fi
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import passes
 from .errors import CaptureError
@@ -28,7 +29,17 @@ from .precision import HALF
 Fn = Callable[..., Sequence[Tensor]]
 
 _aten = torch.ops.aten
-_VIEWS = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default, _aten.lift_fresh.default}
+_VIEWS = {_aten.detach.default, _aten.alias.default}
+_VALUES = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default}
+
+
+class _ValuesUnread(TorchDispatchMode):
+    """In a trace, a number read out of a tensor would stay what it was: refuses it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in _VALUES:
+            raise CaptureError(f"a number is read out of a tensor ({func}), which may be another one at the next call")
+        return func(*args, **(kwargs or {}))
 
 
 class Program:
@@ -53,7 +64,8 @@ def trace(fn: Fn, inputs: Sequence[Tensor], kernels: bool = True) -> Program:
     results: list[Tensor] = []
 
     def watched(*inputs: Tensor) -> Sequence[Tensor]:
-        outputs = fn(*inputs)
+        with _ValuesUnread():
+            outputs = fn(*inputs)
         results[:] = outputs
         return outputs
 
@@ -112,17 +124,17 @@ class Captured:
     def record(self, inputs: Sequence[Tensor], restore: Callable[[], Any] = contextlib.nullcontext) -> None:
         """Makes the CUDA graph; `restore` puts back what the function writes to while it warms up."""
         self.inputs = [z.clone() for z in inputs]
-        with restore():
+        with restore(), _on_device_of(inputs):
             self.graph = CudaGraph(lambda: self.ungraphed(*self.inputs))
         self.outputs = self.graph.outputs
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         if self.graph is None:
             return self.ungraphed(*inputs)
-        for mine, theirs in zip(self.inputs, inputs, strict=True):
-            if mine is not theirs:
+        with _on_device_of(self.inputs):
+            for mine, theirs in zip(self.inputs, inputs, strict=True):
                 mine.copy_(theirs, non_blocking=True)
-        self.graph.replay()
+            self.graph.replay()
         return self.outputs
 
 
@@ -139,19 +151,28 @@ def capture(
     writes to (buffers), because tracing and warming up run it. kernels=False: the framework's kernels alone.
     """
     started = time.perf_counter()
-    with restore():
-        program = trace(fn, inputs, kernels)
-    if kernels and any(z.is_cuda for z in inputs):
-        from .kernels.fuse import warm_up
+    on_gpu = any(z.is_cuda for z in inputs)
+    inputs = [z.detach().clone() for z in inputs]  # fn may write to them, and one given twice is two inputs
+    with _on_device_of(inputs):
+        with restore():
+            program = trace(fn, [z.clone() for z in inputs], kernels)
+        if kernels and on_gpu:
+            from .kernels.fuse import warm_up
 
-        warm_up(program.graph.graph)
-    captured = Captured(program, _compiled(program, inputs), 0.0)
-    with restore():
-        _check(program, captured.ungraphed(*inputs))
-    captured.compile_seconds = time.perf_counter() - started
-    if graph if graph is not None else any(z.is_cuda for z in inputs):
-        captured.record(inputs, restore)
+            warm_up(program.graph.graph)
+        captured = Captured(program, _compiled(program, inputs), 0.0)
+        with restore():
+            _check(program, captured.ungraphed(*(z.clone() for z in inputs)))
+        captured.compile_seconds = time.perf_counter() - started
+        if on_gpu if graph is None else graph:
+            captured.record(inputs, restore)
     return captured
+
+
+def _on_device_of(inputs: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """CUDA's streams and graphs are the current device's."""
+    device = next((z.device for z in inputs if z.is_cuda), None)
+    return contextlib.nullcontext() if device is None else torch.cuda.device(device)
 
 
 def _check(program: Program, got: list[Tensor]) -> None:
@@ -170,7 +191,8 @@ def _check(program: Program, got: list[Tensor]) -> None:
             total += float(theirs.double().square().sum())
     tolerance = max((_tolerance(z) for z in expected if z.is_floating_point()), default=0.0)
     if apart > tolerance**2 * total:
-        raise CaptureError(f"the compiled step differs from the eager one by {(apart / (total or 1.0)) ** 0.5:.1e} of its size")
+        size = (apart / (total or 1.0)) ** 0.5
+        raise CaptureError(f"the compiled step differs from the eager one by {size:.1e} of its size")
 
 
 def _tolerance(z: Tensor) -> float:
@@ -206,22 +228,15 @@ class CudaGraph:
             for _ in range(warm_up):
                 f()
         torch.cuda.current_stream().wait_stream(stream)
-        with _collected():
-            before = torch.cuda.memory_reserved()
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self.outputs = f()
-            self.bytes = torch.cuda.memory_reserved() - before
+        gc.collect()  # garbage goes before a graph is recorded, not while it is
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self.outputs = f()
+        self.bytes = torch.cuda.memory_reserved() - before
 
     def replay(self) -> Any:
         self._graph.replay()
         return self.outputs
-
-
-@contextlib.contextmanager
-def _collected() -> Iterator[None]:
-    """Garbage goes before a graph is recorded, not while it is."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    yield

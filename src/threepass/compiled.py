@@ -1,16 +1,18 @@
 """`ThreePass(compile=True)`: every kind of call captured once, then replayed.
 
-A call's kind is all that the captured program depends on besides the contents of tensors: shapes, dtypes and strides
-of x and y, the modules' training flags, the places of parameters and buffers in memory, autocast, and whether pass 3
-runs. The weights of the two terms are inputs of the program, so that alpha may move. What Python does besides computing
-tensors (printing, counting) happens when a kind is captured, not at every call.
+A call's kind is what the captured program depends on besides the contents of tensors: shapes, dtypes and strides of x
+and y and the numbers beside them, the modules, their training flags and hooks, the places of parameters and buffers in
+memory, autocast, and whether pass 3 runs. The weights of the two terms are inputs of the program, so that alpha may
+move. What Python does besides computing tensors (printing, counting, keeping a tensor in an attribute) happens when a
+kind is captured, not at every call, and a plain attribute that changes (a dropout's p) is not noticed: `reset` forgets
+all programs.
 
 A kind that cannot be captured runs eagerly, as all do beyond `KINDS`; a warning says so once, with the reason.
 """
 
 import contextlib
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,7 @@ from .precision import round_stochastically
 from .surroundings import unchanged_on_error
 
 KINDS = 8
+_PLAIN = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 @dataclass
@@ -73,9 +76,11 @@ class Step:
         sums = [(p.grad, g) for p, g in zip(self.parameters, grads, strict=True) if p.grad is not None]
         if sums:
             torch._foreach_add_([s for s, _ in sums], [g for _, g in sums])
+        taken: set[int] = set()
         for p, g in zip(self.parameters, grads, strict=True):
             if p.grad is None:
-                p.grad = g
+                p.grad = g if g.data_ptr() not in taken else g.clone()
+                taken.add(g.data_ptr())
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ class CompiledSteps:
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor]):
         self.model, self.loss_fn = model, loss_fn
         self.steps: dict[Hashable, Step | None] = {}
-        self._weights: dict[tuple[float, float, torch.device], Tensor] = {}
+        self._weights: dict[Hashable, Tensor] = {}
         self._warned = False
 
     @property
@@ -102,22 +107,36 @@ class CompiledSteps:
         each = [step.captured.graph_bytes for step in self.steps.values() if step is not None]
         return sum(b for b in each if b is not None) if any(b is not None for b in each) else None
 
+    def reset(self) -> None:
+        """Forgets all programs: the next call of every kind is captured anew."""
+        self.steps.clear()
+
     def __call__(self, x: Any, y: Any, options: Options, third: bool) -> Result | None:
         """A step, added to `p.grad`; None where this kind of call runs eagerly."""
+        x, y = (dict(z) if isinstance(z, Mapping) else z for z in (x, y))
         flat, spec = tree_flatten((x, y))
-        tensors = [z for z in flat if isinstance(z, Tensor)]
+        if strange := [z for z in flat if not isinstance(z, _PLAIN)]:
+            self._warn(f"x or y holds a {type(strange[0]).__name__}, of which it is not known when it changes")
+            return None
+        flat = [_dense(z) if isinstance(z, Tensor) else z for z in flat]
         kind = self._kind(flat, spec, options, third)
-        weights = self._weights_of(options)
-        if kind not in self.steps:
-            self.steps[kind] = self._captured(flat, spec, weights, options, third)
-        step = self.steps[kind]
-        return None if step is None else step(weights, tensors)
+        if kind not in self.steps and len(self.steps) >= KINDS:
+            self._warn(
+                f"more than {KINDS} kinds of calls came (of shapes, or of numbers in x or y); those after them are not"
+            )
+            return None
+        with torch.inference_mode(False):
+            weights = self._weights_of(options)
+            if kind not in self.steps:
+                self.steps[kind] = self._captured(flat, spec, weights, options, third)
+            step = self.steps[kind]
+            return None if step is None else step(weights, [z for z in flat if isinstance(z, Tensor)])
 
     def _kind(self, flat: list[Any], spec: TreeSpec, options: Options, third: bool) -> Hashable:
         return (
             tuple(_kind_of(z) for z in flat), spec,
             options.mode, options.scale(2), options.input_at, options.batch_size, options.separate,
-            options.back > 0, third and options.third > 0, options.strength is None,
+            options.back > 0, third and (options.third > 0 or options.separate), options.strength is None,
             tuple(_state_of(self.model)),
             tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
         )  # fmt: skip
@@ -125,7 +144,7 @@ class CompiledSteps:
     def _weights_of(self, options: Options) -> Tensor:
         """(back, third) on the model's device; each pair is sent there once."""
         p = next(self.model.parameters())
-        key = (options.back, options.third, p.device)
+        key = (options.back, options.third, p.device, p.dtype)
         if key not in self._weights:
             if len(self._weights) > 4096:  # a schedule that never repeats itself
                 self._weights.clear()
@@ -134,9 +153,6 @@ class CompiledSteps:
         return self._weights[key]
 
     def _captured(self, flat: list[Any], spec: TreeSpec, weights: Tensor, options: Options, third: bool) -> Step | None:
-        if len(self.steps) >= KINDS:
-            self._warn(f"more than {KINDS} kinds of calls came (of shapes, say); those after them are not compiled")
-            return None
         try:
             return _capture(self.model, self.loss_fn, flat, spec, weights, options, third)
         except torch.OutOfMemoryError:
@@ -160,16 +176,19 @@ def _capture(model, loss_fn, flat: list[Any], spec: TreeSpec, weights: Tensor, o
     leaves: list[Any] = []
     made: list[Any] = []
     check_model(model)
+    for module in model.modules():
+        if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
+            raise CaptureError(f"{type(module).__name__} exchanges gradients between processes in hooks")
     named = dict(model.named_parameters())
     buffers = [id(b) for b in model.buffers()]
+    replaced: list[bool] = []
 
     def step(weights: Tensor, *tensors: Tensor) -> list[Tensor]:
         rest = iter(tensors)
         x, y = tree_unflatten([next(rest) if isinstance(z, Tensor) else z for z in flat], spec)
         r = run(model, loss_fn, x, y, options, third=third, weights=(weights[0], weights[1]))
-        grads = [
-            g if g.dtype == named[n].dtype else round_stochastically(g, named[n].dtype) for n, g in r.grads.items()
-        ]
+        grads = [_like(named[n], g) for n, g in r.grads.items()]
+        replaced[:] = [[id(b) for b in model.buffers()] != buffers]
         dicts = [z for z in (r.grads, r.backprop_grads, r.third_grads) if z is not None]
         found, result_spec = tree_flatten((r.output, r.loss, r.input_loss, r.input_grad))
         others = [leaf for leaf in found if isinstance(leaf, Tensor)]
@@ -179,16 +198,37 @@ def _capture(model, loss_fn, flat: list[Any], spec: TreeSpec, weights: Tensor, o
         return [*grads, *(g[n] for g in dicts for n in names), *others]
 
     tensors = [z for z in flat if isinstance(z, Tensor)]
-    captured = capture(step, [weights, *tensors], restore=lambda: _restored(model))
-    if [id(b) for b in model.buffers()] != buffers:
+    captured = capture(step, [weights, *tensors], restore=lambda: _restored(model, loss_fn))
+    if any(replaced):
         raise CaptureError("the model replaces a buffer by another tensor; write to it in place")
     return Step(captured, [named[n] for n in names], names, made[0], leaves, made[1])
 
 
+def _like(p: nn.Parameter, g: Tensor) -> Tensor:
+    """A gradient in its parameter's format and layout, as optimizers want it."""
+    g = g if g.dtype == p.dtype else round_stochastically(g, p.dtype)
+    return g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+
+
 @contextlib.contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    with unchanged_on_error(model, always=True):
+def _restored(model: nn.Module, loss_fn: Any) -> Iterator[None]:
+    """Tracing and warming up run the step: what it writes to in the model and the loss is put back."""
+    modules = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+    with contextlib.ExitStack() as stack:
+        frozen = [(p, p.detach().clone()) for m in modules for p in m.parameters() if not p.requires_grad]
+        for module in modules:
+            if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
+                stack.enter_context(unchanged_on_error(module, always=True))
         yield
+    with torch.no_grad():
+        for p, contents in frozen:
+            p.copy_(contents)
+
+
+def _dense(z: Tensor) -> Tensor:
+    """A part of a larger tensor as one of its own: its place in a CUDA graph has no gaps."""
+    nhwc = z.dim() == 4 and z.is_contiguous(memory_format=torch.channels_last)
+    return z if z.is_contiguous() or nhwc else z.contiguous()
 
 
 def _state_of(model: nn.Module) -> Iterator[Any]:
@@ -198,9 +238,12 @@ def _state_of(model: nn.Module) -> Iterator[Any]:
         module = todo.pop()
         if module is None:
             continue
+        yield id(module)
         yield module.training
+        yield len(module._forward_hooks) + len(module._forward_pre_hooks)
         for p in module._parameters.values():
             if p is not None:
+                yield id(p)
                 yield p.data_ptr()
                 yield p.requires_grad
         for b in module._buffers.values():
@@ -212,4 +255,4 @@ def _state_of(model: nn.Module) -> Iterator[Any]:
 def _kind_of(z: Any) -> Hashable:
     if isinstance(z, Tensor):
         return z.shape, z.stride(), z.dtype, z.device, z.is_inference()
-    return z if isinstance(z, Hashable) else id(z)
+    return type(z), z

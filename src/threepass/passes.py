@@ -24,7 +24,7 @@ _aten = torch.ops.aten
 
 
 def apply(graph: GraphModule, kernels: bool) -> None:
-    """Gates, alphas, and, with `kernels`, our own kernels where they are faster."""
+    """Alphas, gates, and, with `kernels`, our own kernels where they are faster."""
     write_out_alphas(graph.graph)
     mark_gates(graph.graph)
     if kernels:
@@ -52,7 +52,8 @@ def share_sums(graph: Graph) -> None:
             continue
         key = (node.target, map_aggregate((node.args, node.kwargs), known))
         same[node] = twin = first.setdefault(_hashable(key), node)
-        if twin is not node and node.target in _SUMS:
+        is_output = any(user.op == "output" for user in node.users)  # two gradients are to be two tensors
+        if twin is not node and node.target in _SUMS and not is_output:
             node.replace_all_uses_with(twin)
             graph.erase_node(node)
 
@@ -88,10 +89,19 @@ def mark_gates(graph: Graph) -> None:
             gates.setdefault(node.args[1], []).append(node)
     for u, (first, *later) in gates.items():
         others = [order[user] for user in u.users if user not in gates[u]]
-        if later and max(others, default=0) < order[later[0]]:
-            put(graph, first, marked, (first.args[0], u))
+        if later and max(others, default=0) < order[later[0]] and not _is_written(first):
+            put(first, marked, (first.args[0], u))
             for gate in later:
-                put(graph, gate, gated, (gate.args[0], first))
+                put(gate, gated, (gate.args[0], first))
+
+
+def _is_written(node: Node) -> bool:
+    """Whether something writes to a node's result, as a hook may."""
+    for user in node.users:
+        schema = getattr(user.target, "_schema", None)
+        if schema is not None and (schema.is_mutable or (getattr(user.target, "is_view", False) and _is_written(user))):
+            return True
+    return False
 
 
 def marked(g: Tensor, u: Tensor) -> Tensor:
@@ -117,6 +127,6 @@ def open_mixes(graph: Graph) -> None:
             node.target = mix_of
 
 
-def put(graph: Graph, node: Node, target: Any, args: tuple[Any, ...]) -> None:
+def put(node: Node, target: Any, args: tuple[Any, ...]) -> None:
     """Another call in a node's place; it may be any function of tensors, which the compiler looks into."""
     node.target, node.args, node.kwargs = target, args, {}

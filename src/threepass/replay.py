@@ -58,7 +58,7 @@ def set_random_state(states: list[Tensor], device: str) -> None:
 
 
 @contextlib.contextmanager
-def _nothing_drawn_in_a_trace(func: Callable[..., Any]) -> Iterator[None]:
+def nothing_drawn_in_a_trace(what: str) -> Iterator[None]:
     """A tracer does not see that the random state is put back, so that a rerun would draw other numbers."""
     mode = get_proxy_mode()
     if mode is None:
@@ -67,7 +67,7 @@ def _nothing_drawn_in_a_trace(func: Callable[..., Any]) -> Iterator[None]:
     before = _draws(mode)
     yield
     if _draws(mode) != before:
-        raise CaptureError(f"{name_of(func)} draws random numbers inside, and pass 3 needs the same ones again")
+        raise CaptureError(f"{what} draws random numbers inside, and a later pass needs the same ones again")
 
 
 def _draws(mode: Any) -> int:
@@ -88,7 +88,7 @@ def as_recorded(
             now = random_state(device)
             stack.callback(set_random_state, now, device)
             set_random_state(rng, device)
-            stack.enter_context(_nothing_drawn_in_a_trace(func))
+            stack.enter_context(nothing_drawn_in_a_trace(name_of(func)))
         if func in (ATTENTION, MULTI_HEAD):
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if func in (*_RECURRENT, torch.grid_sampler):

@@ -1,6 +1,7 @@
 """What is around the passes: switches of autograd, state to put back, hooks on modules, and a warning."""
 
 import contextlib
+import itertools
 import sys
 import warnings
 import weakref
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from .errors import NormalizationWarning
@@ -33,7 +35,7 @@ def trainable_surroundings() -> Iterator[None]:
 @contextlib.contextmanager
 def unchanged_on_error(model: nn.Module, always: bool = False) -> Iterator[None]:
     """Puts buffers and random state back if something goes wrong; `always`: in any case."""
-    device = next(model.parameters()).device.type
+    device = next(itertools.chain(model.parameters(), model.buffers())).device.type
     rng = random_state(device)
     buffers = [
         (m._buffers, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
@@ -46,7 +48,7 @@ def unchanged_on_error(model: nn.Module, always: bool = False) -> Iterator[None]
     finally:
         if always:
             set_random_state(rng, device)
-            with torch.no_grad():
+            with torch.no_grad(), _disable_current_modes():  # a tracer is not to see this
                 for where, name, buffer, contents in buffers:
                     where[name] = buffer
                     if not torch.equal(buffer, contents):

@@ -30,7 +30,7 @@ from .calls import flatten, tensors_in, unflatten
 from .errors import Place
 from .operation import Operation, results_of
 from .precision import HALF
-from .replay import as_recorded, is_random, random_state
+from .replay import as_recorded, is_random, nothing_drawn_in_a_trace, random_state
 from .rules.table import Rule, rule_for
 from .seeing import DROPOUT, apart, drawn_once, functions_seen, python_body, writes_to
 from .signals import Signals, Spot, storage_of
@@ -104,6 +104,7 @@ class Record(Activations):
         self.recording = False
         with contextlib.ExitStack() as stack:
             if self.checkpointed:
+                stack.enter_context(nothing_drawn_in_a_trace("what an activation checkpoint runs again"))
                 stack.enter_context(functions_seen())
                 stack.enter_context(self)
             yield

@@ -284,7 +284,11 @@ def _sum_kernel(work, g_w, g_b, splits, C: tl.constexpr, N: tl.constexpr, SC: tl
 
 
 def _precision() -> str:
-    return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
+    try:
+        allowed = torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # it was set by the newer name
+        allowed = getattr(torch.backends.cudnn, "conv").fp32_precision == "tf32"  # noqa: B009
+    return "tf32" if allowed else "ieee"
 
 
 def _nhwc(z: Tensor | None) -> Tensor | None:
@@ -326,9 +330,17 @@ def forward(
     blocks: Blocks | None = None,
 ) -> Tensor:
     blocks = blocks or blocks_for(FORWARD, a)
+    bias = None if bias is None else bias.contiguous()
     out, pixels = _forward_output(a, w, stride)
     _forward_kernel[(triton.cdiv(pixels, blocks.pixels),)](
-        a, w, bias, _nhwc(gate), out, pixels, RELU=relu, **_of_forward(a, w, out, stride, blocks)
+        a,
+        w,
+        bias,
+        _nhwc(gate),
+        out,
+        pixels,
+        RELU=relu,
+        **_of_forward(a, w, out, stride, blocks),
     )
     return out
 

@@ -68,26 +68,28 @@ def _fits_backward(node: Any) -> bool:
 def _gate_behind(node: Any) -> Any:
     """The rectifier, or the gate, that alone reads the node."""
     (user, *others) = node.users
-    gates = (_aten.relu.default, gated, *_GATES)
-    return user if not others and user.target in gates and user.args[0] is node else None
+    is_gate = user.target in (_aten.relu.default, gated, marked) or (
+        user.target is _aten.threshold_backward.default and user.args[2] == 0
+    )
+    return user if not others and is_gate and user.args[0] is node else None
 
 
 def _fuse_forward(graph: Graph, node: Any) -> None:
     a, w, bias, (stride, _) = node.args[:4]
     behind = _gate_behind(node)
     if behind is not None and behind.target is _aten.relu.default:
-        put(graph, behind, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, True, None))
+        put(behind, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, True, None))
     elif behind is not None and behind.target is gated:
-        put(graph, behind, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, behind.args[1]))
+        put(behind, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, behind.args[1]))
     elif behind is not None and bias is None and (mix := _mix_behind(behind)) is not None:
         u, _, ratio = mix.args
         with graph.inserting_before(behind):
             arguments = (a, w, stride, u, ratio, sum(map(ord, node.name)))
             both = graph.call_function(torch.ops.threepass.conv3x3_tangent.default, arguments)
-        put(graph, behind, operator.getitem, (both, 0))
-        put(graph, mix, operator.getitem, (both, 1))
+        put(behind, operator.getitem, (both, 0))
+        put(mix, operator.getitem, (both, 1))
     else:
-        put(graph, node, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, None))
+        put(node, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, None))
 
 
 def _mix_behind(gate: Any) -> Any:
@@ -107,15 +109,16 @@ def _fuse_backward(graph: Graph, node: Any) -> None:
         behind = _gate_behind(result)
         is_gate = behind is not None and behind.target in _GATES
         target, opened = (behind, behind.args[1]) if is_gate else (result, None)
-        put(graph, target, torch.ops.threepass.conv3x3_input.default, (d, w, stride, size, opened))
+        put(target, torch.ops.threepass.conv3x3_input.default, (d, w, stride, size, opened))
         return
     channels_last = _value(w).is_contiguous(memory_format=torch.channels_last)
     with graph.inserting_before(node):
         both = graph.call_function(torch.ops.threepass.conv3x3_weight.default, (d, a, stride, channels_last))
-    put(graph, result, operator.getitem, (both, 0))
+    put(result, operator.getitem, (both, 0))
     for total in list(d.users):
-        if total.target is _aten.sum.dim_IntList and list(total.args[1]) == [0, 2, 3] and both < total:
-            put(graph, total, operator.getitem, (both, 1))
+        whole = total.target is _aten.sum.dim_IntList and len(total.args) == 2 and not total.kwargs
+        if whole and list(total.args[1]) == [0, 2, 3] and both < total:
+            put(total, operator.getitem, (both, 1))
 
 
 def warm_up(graph: Graph) -> None:
