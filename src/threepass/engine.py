@@ -117,6 +117,9 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, wei
         tape = Record(next(model.parameters()).device.type)
         output, loss = forward(model, loss_fn, x, y, options, tape, paths)
 
+        # How the two terms will meet at a weight. apart: in a product each, because they were asked for, or because
+        # half formats would lose t. relative: in a compiled step, in one product with a + k t. mixed: pass 3 carries
+        # the mix itself.
         third = third and (options.third > 0 or options.separate)
         half = bool(tape.half)
         relative = weights is not None and options.back > 0 and not options.separate
