@@ -38,6 +38,8 @@ def text(report: dict[str, Any]) -> str:
     if check is not None:
         shown = check if isinstance(check, str) else f"{check:.1e}"
         lines.append(f"exact mode against double backward, float32: {shown}")
+    if "note" in report:
+        lines.append(f"note: {report['note']}")
     for form in FORMS:
         if any(form in entry for entry in report["methods"].values()):
             lines += ["", *_block(form, report["methods"], TOLERANCE[case["precision"]])]
