@@ -16,7 +16,7 @@ from threepass import UncompiledWarning, capture
 from threepass.cli import main
 from threepass.train.data import DataSet, Split
 from threepass.train.loop import fit
-from threepass.train.recorder import WARM_UP, Recorder
+from threepass.train.recorder import Recorder
 from threepass.train.validation import size_of_batches
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
@@ -48,7 +48,7 @@ def traced(monkeypatch):
 
     def warmed_up(self, program, counter, then, restore, compiled=True):
         step = record(self, program, counter, then, restore, compiled)
-        for _ in range(WARM_UP if step is not None else 0):
+        for _ in range(capture.WARM_UP if step is not None else 0):
             with restore():
                 step()
         return step
@@ -122,7 +122,22 @@ def hooked() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("make", "reason"), [(Branching, "Error"), (hooked, "has a hook on its gradient")])
+class Replacing(Branching):
+    """Puts another tensor in a buffer's place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.mean().detach()
+        return self.net(x - self.mean)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(Branching, "Error"), (hooked, "has a hook on its gradient"), (Replacing, "replaces a buffer by another tensor")],
+)
 @pytest.mark.parametrize("update", ["batch", "epoch"])
 def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(make, reason, update, traced):
     settings = {"epochs": 2, "batch_size": 16, "update": update}

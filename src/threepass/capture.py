@@ -26,6 +26,7 @@ from . import passes
 from .errors import CaptureError
 from .precision import HALF
 
+WARM_UP = 3  # runs before a CUDA graph is recorded
 Fn = Callable[..., Sequence[Tensor]]
 
 _aten = torch.ops.aten
@@ -124,8 +125,8 @@ class Captured:
     def record(self, inputs: Sequence[Tensor], restore: Callable[[], Any] = contextlib.nullcontext) -> None:
         """Makes the CUDA graph; `restore` puts back what the function writes to while it warms up."""
         self.inputs = [z.clone() for z in inputs]
-        with restore(), _on_device_of(inputs):
-            self.graph = CudaGraph(lambda: self.ungraphed(*self.inputs))
+        with _on_device_of(inputs):
+            self.graph = CudaGraph(lambda: self.ungraphed(*self.inputs), restore)
         self.outputs = self.graph.outputs
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
@@ -219,22 +220,33 @@ def _compiled(program: Program, inputs: Sequence[Tensor]) -> Callable[..., Any]:
 
 
 class CudaGraph:
-    """f() recorded as a CUDA graph, after a warm-up on a stream of its own; `outputs` are overwritten by `replay`."""
+    """f() recorded as a CUDA graph, after a warm-up on a stream of its own; `outputs` are overwritten by `replay`.
 
-    def __init__(self, f: Callable[[], Any], warm_up: int = 3):
+    restore: a context that puts back what f writes to, around each run of the warm-up. pool: memory shared with graphs
+    that never run at the same time.
+    """
+
+    def __init__(
+        self,
+        f: Callable[[], Any],
+        restore: Callable[[], Any] = contextlib.nullcontext,
+        pool: Any = None,
+    ):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(warm_up):
-                f()
+            for _ in range(WARM_UP):
+                with restore():
+                    f()
         torch.cuda.current_stream().wait_stream(stream)
         gc.collect()  # garbage goes before a graph is recorded, not while it is
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, pool=pool):
             self.outputs = f()
+        self.pool = self._graph.pool()
         self.bytes = torch.cuda.memory_reserved() - before
 
     def replay(self) -> Any:

@@ -11,7 +11,6 @@ A kind that cannot be captured runs eagerly, as all do beyond `KINDS`; a warning
 """
 
 import contextlib
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from .capture import Captured, capture
 from .engine import Result, run
-from .errors import CaptureError, UncompiledWarning
+from .errors import CaptureError, warn_uncompiled
 from .options import Options, check_model
 from .precision import round_stochastically
 from .surroundings import unchanged_on_error
@@ -158,17 +157,25 @@ class CompiledSteps:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-            self._warn(f"{type(error).__name__}: {reason}")
+            self._warn(error)
             return None
 
-    def _warn(self, reason: str) -> None:
+    def _warn(self, reason: Exception | str) -> None:
         if not self._warned:
             self._warned = True
-            text = (
-                f"compile=True: this step runs eagerly, with the same results, because it cannot be captured: {reason}"
-            )
-            warnings.warn(text, UncompiledWarning, stacklevel=5)
+            warn_uncompiled(reason, stacklevel=6)
+
+
+@contextlib.contextmanager
+def capturable(model: nn.Module) -> Iterator[None]:
+    """Around a step in a trace: refuses what the program would get wrong in silence."""
+    for module in model.modules():
+        if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
+            raise CaptureError(f"{type(module).__name__} exchanges gradients between processes in hooks")
+    buffers = [id(b) for b in model.buffers()]
+    yield
+    if [id(b) for b in model.buffers()] != buffers:
+        raise CaptureError("the model replaces a buffer by another tensor; write to it in place")
 
 
 def _capture(model, loss_fn, flat: list[Any], spec: TreeSpec, weights: Tensor, options: Options, third: bool) -> Step:
@@ -176,19 +183,14 @@ def _capture(model, loss_fn, flat: list[Any], spec: TreeSpec, weights: Tensor, o
     leaves: list[Any] = []
     made: list[Any] = []
     check_model(model)
-    for module in model.modules():
-        if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
-            raise CaptureError(f"{type(module).__name__} exchanges gradients between processes in hooks")
     named = dict(model.named_parameters())
-    buffers = [id(b) for b in model.buffers()]
-    replaced: list[bool] = []
 
     def step(weights: Tensor, *tensors: Tensor) -> list[Tensor]:
         rest = iter(tensors)
         x, y = tree_unflatten([next(rest) if isinstance(z, Tensor) else z for z in flat], spec)
-        r = run(model, loss_fn, x, y, options, third=third, weights=(weights[0], weights[1]))
-        grads = [_like(named[n], g) for n, g in r.grads.items()]
-        replaced[:] = [[id(b) for b in model.buffers()] != buffers]
+        with capturable(model):
+            r = run(model, loss_fn, x, y, options, third=third, weights=(weights[0], weights[1]))
+        grads = [gradient_for(named[n], g) for n, g in r.grads.items()]
         dicts = [z for z in (r.grads, r.backprop_grads, r.third_grads) if z is not None]
         found, result_spec = tree_flatten((r.output, r.loss, r.input_loss, r.input_grad))
         others = [leaf for leaf in found if isinstance(leaf, Tensor)]
@@ -199,12 +201,10 @@ def _capture(model, loss_fn, flat: list[Any], spec: TreeSpec, weights: Tensor, o
 
     tensors = [z for z in flat if isinstance(z, Tensor)]
     captured = capture(step, [weights, *tensors], restore=lambda: _restored(model, loss_fn))
-    if any(replaced):
-        raise CaptureError("the model replaces a buffer by another tensor; write to it in place")
     return Step(captured, [named[n] for n in names], names, made[0], leaves, made[1])
 
 
-def _like(p: nn.Parameter, g: Tensor) -> Tensor:
+def gradient_for(p: nn.Parameter, g: Tensor) -> Tensor:
     """A gradient in its parameter's format and layout, as optimizers want it."""
     g = g if g.dtype == p.dtype else round_stochastically(g, p.dtype)
     return g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)

@@ -1,5 +1,6 @@
 """What goes wrong, in words a user can act on."""
 
+import warnings
 from dataclasses import dataclass
 
 
@@ -38,6 +39,15 @@ class LeftOutWarning(UserWarning):
 
 class UncompiledWarning(UserWarning):
     """`compile=True` could not capture a step: it runs eagerly."""
+
+
+def warn_uncompiled(reason: Exception | str, stacklevel: int) -> None:
+    """Says in one line why a step is not captured."""
+    if isinstance(reason, Exception):
+        words = str(reason).strip().splitlines()
+        reason = f"{type(reason).__name__}: {words[0]}" if words else type(reason).__name__
+    text = "compile=True: this step runs eagerly, with the same results, because it cannot be captured"
+    warnings.warn(f"{text}: {reason}", UncompiledWarning, stacklevel=stacklevel)
 
 
 class NormalizationWarning(UserWarning):

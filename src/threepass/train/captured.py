@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compiled import capturable, gradient_for
 from ..engine import run as three_passes
 from ..errors import CaptureError
-from ..precision import round_stochastically
 from ..surroundings import unchanged_on_error
 from .optimizer import is_graphable, lr_in, state_tensors
 from .recorder import Recorder
@@ -104,7 +104,7 @@ class CapturedSteps(Steps):
         back, third, lr = self.table.index_select(0, place)[0].unbind()
         first = next(iter(self.named.values()))
         dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-        with in_precision(self.config, self.device):
+        with in_precision(self.config, self.device), capturable(self.model):
             options = self.schedule.options(position)
             weights = back.to(dtype), third.to(dtype)
             r = three_passes(self.model, self.loss_fn, x, y, options, third=kind.third, weights=weights)
@@ -113,10 +113,7 @@ class CapturedSteps(Steps):
         self.lr.copy_(lr)
         place += 1
         self._trained = [self.named[name] for name in r.grads]
-        return [
-            g if g.dtype == p.dtype else round_stochastically(g, p.dtype)
-            for p, g in zip(self._trained, r.grads.values(), strict=True)
-        ]
+        return [gradient_for(p, g) for p, g in zip(self._trained, r.grads.values(), strict=True)]
 
     def _then(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         """What a step does with its gradients, as far as the device can do it alone."""
@@ -134,9 +131,8 @@ class CapturedSteps(Steps):
         return []
 
     def _put(self, grads: Sequence[Tensor]) -> None:
-        """p.grad = g, in p's own layout, which fused optimizers ask for."""
         for p, g in zip(self._trained, grads, strict=True):
-            p.grad = g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+            p.grad = g
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:

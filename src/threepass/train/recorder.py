@@ -5,7 +5,6 @@ optimizer's state, sums. Tracing it and warming it up run it, so a context from 
 """
 
 import contextlib
-import gc
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..capture import capture, trace
-from ..errors import UncompiledWarning
+from ..capture import CudaGraph, capture, trace
+from ..errors import warn_uncompiled
 
-WARM_UP = 3
 Restore = Callable[[], contextlib.AbstractContextManager[None]]
 
 
@@ -67,33 +65,14 @@ class Recorder:
             return trace(program, [counter])
 
     def _graphed(self, f: Callable[[], Any], restore: Restore) -> Callable[[], Any]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), warnings.catch_warnings():
+        with torch.cuda.device(self.device), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This instance was constructed with capturable=True")
-            for _ in range(WARM_UP):
-                with restore():
-                    f()
-        torch.cuda.current_stream().wait_stream(stream)
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = f()
-        self._pool = graph.pool()
-        self.bytes = (self.bytes or 0) + torch.cuda.memory_reserved() - before
-
-        def replay() -> Any:
-            graph.replay()
-            return result
-
-        return replay
+            graph = CudaGraph(f, restore, self._pool)
+        self._pool = graph.pool
+        self.bytes = (self.bytes or 0) + graph.bytes
+        return graph.replay
 
     def _warn(self, error: Exception) -> None:
         if not self._warned:
             self._warned = True
-            reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-            text = "compile=True: this step runs eagerly, with the same results, because it cannot be captured"
-            warnings.warn(f"{text}: {type(error).__name__}: {reason}", UncompiledWarning, stacklevel=6)
+            warn_uncompiled(error, stacklevel=7)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compiled import capturable
 from ..surroundings import unchanged_on_error
 from .config import Config
 from .data import Batches
@@ -63,7 +64,8 @@ class Validation:
 
     def _program(self, rows: int, place: Tensor) -> list[Tensor]:
         at = place * self.batches.batch_size + torch.arange(rows, device=self.device)
-        self.sums += self._batch(self.drawn[:, at])
+        with capturable(self.model):
+            self.sums += self._batch(self.drawn[:, at])
         place += 1
         return []
 
