@@ -210,9 +210,10 @@ def _compiled(program: Program, inputs: Sequence[Tensor]) -> Callable[..., Any]:
     class Share(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
             passes.share_sums(graph)
+            passes.take_sums_early(graph)
 
         def uuid(self) -> str:
-            return "threepass.share_sums.1"  # the key of Inductor's cache on disk: another number for another pass
+            return "threepass.sums.2"  # the key of Inductor's cache on disk: another number for another pass
 
     with torch.no_grad(), config.patch(post_grad_custom_pre_pass=Share()):
         run: Any = compile_fx(program.graph, [*program.state, *inputs])

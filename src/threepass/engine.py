@@ -130,9 +130,15 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, wei
             for op, _, _ in program:
                 op.keep_gates()
 
-        # Pass 2: backward, down to the input. Of the effective batch's mean loss, this part has samples / batch.
-        gain = error_gain(tape.half, batch)
-        dx, d = backward(tape, program, loss, gain * samples / batch, everything=options.exact)
+        # Pass 2: backward, down to the input. Of the effective batch's mean loss, this part has samples / batch. Where
+        # the terms meet in products with a + k t, the errors carry their weight, so that no gradient needs a factor;
+        # half formats would round it.
+        back, weight_of_third = weights or (options.back, options.third)
+        relative = relative and not mixed
+        gain = unit = error_gain(tape.half, batch)
+        if relative and not half:
+            gain, back = gain * back, 1.0
+        dx, d = backward(tape, program, loss, gain * (samples / batch), everything=options.exact)
         if options.exact and any(op.bent for op, _, _ in program):
             tape.problem("register_hook", "a tensor's hook changes its error", 'use mode="paper", or remove the hook')
 
@@ -140,8 +146,7 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, wei
         if third and warn and not options.exact:
             warn_of_norms(model, [op for op, _, _ in program])
         t_0, unscale = start(dx, options.scale(batch), gain, tape.half)
-        back, weight_of_third = weights or (options.back, options.third)
-        gradients = Gradients(back, weight_of_third, apart, relative and not mixed, (1 / gain, unscale))
+        gradients = Gradients(back, weight_of_third, apart, relative, (1 / unit, unscale))
         with torch.no_grad():
             forward_again(tape, program, dx, t_0 if third else None, d, gradients, options.exact, mixed)
         if tape.problems:
@@ -161,7 +166,7 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, wei
         output=tree_map(lambda z: z.detach() if isinstance(z, Tensor) else z, output),
         loss=loss.detach(),
         input_loss=0.5 * squares * (batch**2 / samples),
-        input_grad=_like_x(x, [g / gain if gain != 1 else g for g in dx], tape.inside),
+        input_grad=_like_x(x, [g if gain is unit and unit == 1 else g / gain for g in dx], tape.inside),
         grads=grads,
         backprop_grads=backprop_grads,
         third_grads=third_grads,
@@ -199,7 +204,7 @@ def forward(model, loss_fn, x, y, options: Options, tape: Record, paths: bool) -
 
 
 def backward(
-    tape: Record, program: Program, loss: Tensor, seed: float, everything: bool
+    tape: Record, program: Program, loss: Tensor, seed: float | Tensor, everything: bool
 ) -> tuple[list[Tensor], Errors]:
     """Pass 2: dl/dx, and the error d of every operation that has weights (for exact mode, also of every curved one).
 
@@ -209,7 +214,7 @@ def backward(
     leaves = [leaf for _, leaf, _ in tape.inputs]
     wanted: list[Any] = [*leaves, *(z for op in ops for z in (*op.edges, *(leaf for _, leaf in op.leaves)))]
     with tape.rerunning():
-        errors = list(torch.autograd.grad(loss, wanted, torch.full_like(loss, seed), allow_unused=True))
+        errors = list(torch.autograd.grad(loss, wanted, torch.ones_like(loss) * seed, allow_unused=True))
     dx = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, errors, strict=False)]
     rest = iter(errors[len(leaves) :])
     d = {op: [op.error_at_output(next(rest)) for _ in op.edges] + [next(rest) for _ in op.leaves] for op in ops}

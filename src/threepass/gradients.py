@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .operation import Operation
+from .packed import together
 from .precision import accumulate_dtype, mix_op
 from .rules.table import Map
 
@@ -107,30 +108,38 @@ class Gradients:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         terms = [_by_name(parameters, each, dense=self.apart) for each in (self.mixed, *self.passes)]
         names = [name for name in parameters if any(name in each for each in terms)]
-        scaled = list(zip(terms, self._scales(), strict=True))
-        grads = {name: _sum([(each[name], scale) for each, scale in scaled if name in each]) for name in names}
+        scaled = [_scaled(each, scale) for each, scale in zip(terms, self._scales(), strict=True)]
+        grads = {name: _sum(parameters[name], *(each[name] for each in scaled if name in each)) for name in names}
         if not self.apart:
             return grads, None, None
         back, third = (
-            {n: _sum([(each[n], scale)]) if n in each else torch.zeros_like(grads[n]) for n in names}
-            for each, scale in zip(terms[1:], self.unscale, strict=True)
+            {n: _sum(parameters[n], each[n]) if n in each else torch.zeros_like(grads[n]) for n in names}
+            for each in map(_scaled, terms[1:], self.unscale)
         )
         return grads, back, third
 
 
-def _sum(terms: list[tuple[Tensor, Scale]]) -> Tensor:
-    (total, scale), *rest = terms
-    total = total if isinstance(scale, float) and scale == 1 else total * scale
-    for g, scale in rest:
-        total = torch.add(total, g, alpha=scale) if isinstance(scale, (int, float)) else total + g * scale
+def _scaled(terms: Named, scale: Scale) -> Named:
+    if isinstance(scale, float) and scale == 1:
+        return terms
+    products = together(lambda g: g.to(accumulate_dtype(g.dtype)) * scale, list(terms.values()))
+    return dict(zip(terms, products, strict=True))
+
+
+def _sum(parameter: Tensor, total: Tensor, *rest: Tensor) -> Tensor:
+    total = total.to(accumulate_dtype(parameter.dtype))
+    for g in rest:
+        total = total + g
     return total
 
 
 def _accumulate(terms: Terms, weight: Tensor, g: Tensor | None) -> None:
     if g is None:
         return
-    g = g.to(accumulate_dtype(weight.dtype))
-    terms[id(weight)] = (weight, terms[id(weight)][1] + g if id(weight) in terms else g)
+    if id(weight) in terms:
+        exact = accumulate_dtype(weight.dtype)
+        g = terms[id(weight)][1].to(exact) + g.to(exact)
+    terms[id(weight)] = (weight, g)
 
 
 def _by_name(parameters: dict[str, nn.Parameter], terms: Terms, dense: bool) -> Named:

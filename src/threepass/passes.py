@@ -5,12 +5,22 @@ and u has to be kept for that. But the error that comes out of pass 2's gate is 
 So pass 2 marks a closed gate in it by minus zero, and pass 3 reads the mark there: u is free as soon as pass 2 is past
 it, and a net of rectifiers needs no more memory than in plain training.
 
+Rectified norms. Of u = relu(norm(z)) passes 2 and 3 need no more than z and a few numbers a channel, and z they read
+anyhow: they make u again from it, in the kernels that read z. Plain training must keep u for a weight's gradient; here
+that takes the mix.
+
 Alphas. Inductor folds the sum of two matrix products into one call and forgets the factor of `add(a, b, alpha=c)` on
 the way (seen in torch 2.13), so that the factor becomes a product of its own.
 
-Sharing. Pass 3 needs statistics that pass 1 took; once the compiler has written both out as sums, one of the two goes.
+Thin products. For a product with a side of a few (a classifier's), a matrix kernel takes longer than reading the
+matrices; written as sums, it is fused with what is around it.
+
+Sums. Pass 3 needs statistics that pass 1 took; once the compiler has written both out as sums, one of the two goes. And
+the compiler puts a sum off until it is read, for a gradient at the very end, too far from other sums of the same tensor
+to take them in one go: it goes back to its operands.
 """
 
+import operator
 from typing import Any
 
 import torch
@@ -18,18 +28,21 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from .precision import mix_of
+from .precision import accumulate_dtype, mix_of
 
 _aten = torch.ops.aten
 
 
 def apply(graph: GraphModule, kernels: bool) -> None:
-    """Alphas, gates, and, with `kernels`, our own kernels where they are faster."""
+    """Alphas, norms, gates, and, with `kernels`, our own kernels where they are faster."""
     write_out_alphas(graph.graph)
+    rectify_again(graph.graph)
+    activate_again(graph.graph)
     mark_gates(graph.graph)
     if kernels:
         from .kernels.fuse import fuse
 
+        write_out_thin_products(graph.graph)
         fuse(graph.graph)
     open_mixes(graph.graph)
     graph.graph.eliminate_dead_code()
@@ -58,6 +71,30 @@ def share_sums(graph: Graph) -> None:
             graph.erase_node(node)
 
 
+def take_sums_early(graph: Graph) -> None:
+    """Puts each sum over images, and what only it reads, behind the last of its operands."""
+    for node in list(graph.nodes):
+        if node.target is not _aten.sum.dim_IntList or node.args[0].meta["val"].dim() != 4:
+            continue
+        chain, todo = {node}, list(node.all_input_nodes)
+        while todo:
+            n = todo.pop()
+            if n not in chain and _is_elementwise(n) and all(user in chain for user in n.users):
+                chain.add(n)
+                todo += n.all_input_nodes
+        operands = {n for z in chain for n in z.all_input_nodes if n.op != "placeholder"} - chain
+        place = {n: i for i, n in enumerate(graph.nodes)}
+        if operands:
+            last = max(operands, key=lambda n: place[n])
+            for z in sorted(chain, key=lambda n: place[n]):
+                last.append(z)
+                last = z
+
+
+def _is_elementwise(node: Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or getattr(node.target, "is_view", False)
+
+
 def is_random(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
@@ -77,7 +114,121 @@ def write_out_alphas(graph: Graph) -> None:
             node.args, node.kwargs = (a, scaled), {}
 
 
+THIN = 16
+_CACHED = 2**24  # multiplications in a thin product of long rows, which are then read again and again
+
+
+def write_out_thin_products(graph: Graph) -> None:
+    """Of matrices on a GPU."""
+    for node in graph.nodes:
+        if node.target in (_aten.mm.default, _aten.addmm.default) and not node.kwargs:
+            a, b = node.args[-2:]
+            (rows, length), columns = a.meta["val"].shape, b.meta["val"].shape[1]
+            few = min(rows, columns) <= THIN and rows * columns * length <= _CACHED
+            if a.meta["val"].is_cuda and (length <= THIN or few):
+                put(node, thin_product, (a, b, *node.args[:-2]))
+
+
+def thin_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a b + bias, by no matrix kernel."""
+    exact = accumulate_dtype(a.dtype)
+    z = (a.to(exact)[:, None, :] * b.to(exact).t()[None, :, :]).sum(2)
+    return (z if bias is None else z + bias.to(exact)).to(a.dtype)
+
+
 _RECTIFIERS = (_aten.relu.default, _aten.relu_.default)
+_BATCH_NORMS = {_aten.cudnn_batch_norm.default, _aten.native_batch_norm.default, _aten._native_batch_norm_legit.default}
+
+
+def rectify_again(graph: Graph) -> None:
+    """In passes 2 and 3, rectified batch norms from their inputs."""
+    for u in list(graph.nodes):
+        norm = _norm_before(u)
+        if norm is None:
+            continue
+        z, weight, bias = norm.args[:3]
+        mean, rstd = (next((n for n in norm.users if n.args[1] == i), None) for i in (1, 2))
+        if mean is None or rstd is None or not any(_needs_values(n, u) for n in u.users):
+            continue
+        if mean.meta["val"].dtype != accumulate_dtype(z.meta["val"].dtype):  # rounded: a CPU's, of half a norm
+            continue
+        with graph.inserting_before(u):
+            numbers = graph.call_function(torch.ops.threepass.norm_numbers.default, (mean, rstd, weight, bias))
+        for n in list(u.users):
+            if _needs_values(n, u):
+                _put_again(graph, u, n, rectified, (z, numbers))
+            elif n.target is _aten.convolution_backward.default and list(n.args[10]) == [True, False, False]:
+                n.replace_input_with(u, z)  # only its shape counts
+
+
+def _put_again(graph: Graph, u: Node, reader: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> None:
+    """Makes u once more for one that reads it."""
+    with graph.inserting_before(reader):
+        again = graph.call_function(target, args, kwargs or {})
+    again.meta = dict(u.meta)
+    reader.replace_input_with(u, again)
+
+
+_ACTIVATIONS = {_aten.gelu.default: _aten.gelu_backward.default, _aten.silu.default: _aten.silu_backward.default}
+
+
+def activate_again(graph: Graph) -> None:
+    """From pass 3's mixes on, smooth activations from their inputs, which their tangents read anyhow."""
+    place = {n: i for i, n in enumerate(graph.nodes)}
+    for u in list(graph.nodes):
+        mixes = [place[n] for n in u.users if u.target in _ACTIVATIONS and _mixes_tangent(n, u)]
+        for n in [n for n in u.users if mixes and place[n] >= min(mixes)]:
+            if getattr(n.target, "is_view", False) and n.users:  # exact mode's second product reads a view of u
+                min(n.users, key=lambda user: place[user]).prepend(n)
+            _put_again(graph, u, n, u.target, u.args, u.kwargs)
+
+
+def _mixes_tangent(n: Any, u: Any) -> bool:
+    """Whether n mixes an activation u with its tangent."""
+    if n.target is not torch.ops.threepass.mix.default or n.args[0] is not u:
+        return False
+    return n.args[1].target is _ACTIVATIONS[u.target] and n.args[1].args[1] is u.args[0]
+
+
+def _norm_before(u: Node) -> Any:
+    """Batch norm in training mode, where u is its rectified output."""
+    if u.target is not _aten.relu.default:
+        return None
+    y: Any = u.args[0]
+    is_norm = y.target is operator.getitem and y.args[1] == 0 and y.args[0].target in _BATCH_NORMS
+    return y.args[0] if is_norm and y.args[0].args[5] else None
+
+
+def _needs_values(n: Any, u: Node) -> bool:
+    """Whether n is a gate by u, or a mix with it, which the compiler fuses, or exact mode's second product with it."""
+    if n.target is _aten.threshold_backward.default:
+        return n.args[1] is u and n.args[0] is not u and n.args[2] == 0
+    if n.target is _aten.convolution_backward.default:
+        return n.args[1] is u and list(n.args[10]) == [False, True, False]
+    return n.target is torch.ops.threepass.mix.default and n.args[0] is u and n.args[1] is not u
+
+
+def rectified(z: Tensor, numbers: Tensor) -> Tensor:
+    """max(w x̂ + b, 0), of a norm's input z and its numbers.
+
+    As good as z is: its own rounding moves w x̂ as much as that of `shift` does.
+    """
+    scale, shift = (n.view([-1] + [1] * (z.dim() - 2)) for n in numbers.unbind())
+    return (z * scale + shift).to(z.dtype).relu()
+
+
+@torch.library.custom_op("threepass::norm_numbers", mutates_args=())
+def _norm_numbers(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """(w / std, b - mean w / std) by channel: the compiler fuses what reads at most four tensors."""
+    scale = (rstd if weight is None else rstd * weight).to(mean.dtype)
+    return torch.stack(
+        [scale, -mean * scale if bias is None else torch.addcmul(bias.to(mean.dtype), mean, scale, value=-1)]
+    )
+
+
+@_norm_numbers.register_fake
+def _(mean, rstd, weight, bias):
+    return mean.new_empty((2, *mean.shape))
 
 
 def mark_gates(graph: Graph) -> None:

@@ -74,9 +74,12 @@ def error_gain(half: set[torch.dtype], batch_size: int) -> float:
     return 2.0 ** round(math.log2(batch_size)) if torch.float16 in half else 1.0
 
 
-def start(dx: list[Tensor], c: float, gain: float, half: set[torch.dtype]) -> tuple[list[Tensor], float | Tensor]:
-    """t_0, and what pass 3's gradients are then to be multiplied by."""
+def start(
+    dx: list[Tensor], c: float, gain: float | Tensor, half: set[torch.dtype]
+) -> tuple[list[Tensor], float | Tensor]:
+    """t_0, and what pass 3's gradients are then to be multiplied by; `gain`: of the errors, and so of dx."""
     if not half:
-        return [g * c if c != 1 else g for g in dx], 1.0
+        factor = c / gain
+        return [g * factor if isinstance(factor, Tensor) or factor != 1 else g for g in dx], 1 / gain
     size = power_of_two(torch.stack([g.abs().max().float() for g in dx]).max())
     return [(g.float() / size).to(g.dtype) for g in dx], c * size / gain**2

@@ -6,8 +6,8 @@
              gate of conv(t), and its mix         forward_tangent
     weights  the product, and the sum of d        backward_weight
 
-Convolutions of more channels than `FEW`, of another kind, or with nothing to fuse and more than `BARE` channels stay
-with the framework's kernels, which are faster or as fast there.
+Convolutions of more channels than `FEW`, of another kind, or of more than `BARE` channels and with nothing to fuse or
+many pixels, stay with the framework's kernels, which are faster or as fast there.
 """
 
 import operator
@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..passes import gated, marked, put
+from ..passes import gated, marked, put, rectified
 from . import conv
 
-FEW, BARE = 64, 32
+FEW, BARE, THIN = 64, 32, 4
+PIXELS, PIXELS_OF_WEIGHT = 2**16, 2**15  # of n * h' * w', at more than BARE channels
+LIMITLESS = 2**31  # on the way back to an image's channels
 
 _aten = torch.ops.aten
 _GATES = (marked, _aten.threshold_backward.default)
@@ -50,19 +52,27 @@ def _fits_forward(node: Any) -> bool:
         _is_3x3(*node.args[3:9])
         and conv.fits(node.args[3][0], a, weight=w.shape)
         and a.dtype == w.dtype
-        and max(w.shape[:2]) <= (FEW if _gate_behind(node) else BARE)
+        and _few(w, _value(node), PIXELS if _gate_behind(node) else 0)
     )
 
 
 def _fits_backward(node: Any) -> bool:
     d, a, w = (_value(z) for z in node.args[:3])
+    mask = list(node.args[10])
+    closed = mask[0] and any(_error_gate(result) for result in node.users)
     return (
         _is_3x3(*node.args[4:10])
         and conv.fits(node.args[4][0], d, a, weight=w.shape)
         and d.dtype == w.dtype
-        and list(node.args[10]) in ([True, False, False], [False, True, False])
-        and max(w.shape[:2]) <= FEW
+        and mask in ([True, False, False], [False, True, False])
+        and _few(w, d, LIMITLESS if w.shape[1] <= THIN else PIXELS_OF_WEIGHT if mask[1] else PIXELS if closed else 0)
     )
+
+
+def _few(w: Tensor, z: Tensor, most: int) -> bool:
+    """Whether our kernels pay: for few channels always, for some with at most so many pixels of z."""
+    channels = max(w.shape[:2])
+    return channels <= BARE or (channels <= FEW and z.numel() // z.shape[1] <= most)
 
 
 def _gate_behind(node: Any) -> Any:
@@ -72,6 +82,12 @@ def _gate_behind(node: Any) -> Any:
         user.target is _aten.threshold_backward.default and user.args[2] == 0
     )
     return user if not others and is_gate and user.args[0] is node else None
+
+
+def _error_gate(result: Any) -> Any:
+    """The gate of an input error, unless it is made from a norm's input, which the norm's own kernels read."""
+    behind = _gate_behind(result)
+    return behind if behind is not None and behind.target in _GATES and behind.args[1].target is not rectified else None
 
 
 def _fuse_forward(graph: Graph, node: Any) -> None:
@@ -106,9 +122,8 @@ def _fuse_backward(graph: Graph, node: Any) -> None:
     (result,) = node.users
     if for_input:
         size = list(_value(a).shape[2:])
-        behind = _gate_behind(result)
-        is_gate = behind is not None and behind.target in _GATES
-        target, opened = (behind, behind.args[1]) if is_gate else (result, None)
+        behind = _error_gate(result)
+        target, opened = (result, None) if behind is None else (behind, behind.args[1])
         put(target, torch.ops.threepass.conv3x3_input.default, (d, w, stride, size, opened))
         return
     channels_last = _value(w).is_contiguous(memory_format=torch.channels_last)
