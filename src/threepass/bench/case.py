@@ -90,13 +90,14 @@ class Case:
         return {"image": self.image} if self.model == "vit" else {}
 
 
-def run(case: Case) -> dict[str, Any]:
-    """Everything about a case, as it goes into its JSON file."""
+def run(case: Case, ready: Callable[[], Any] = lambda: None) -> dict[str, Any]:
+    """Everything about a case, as it goes into its JSON file; `ready` is called before the first measurement."""
     case = case.settled()
     with settings(case), warnings.catch_warnings():
         warnings.simplefilter("ignore", NormalizationWarning)
         model, batch = case.make()
         forms, failures = prepare(case, model, batch)
+        ready()
         before = ceilings(case.device, batch[0].dtype)
         found = _measure(case, model, batch, forms)
         after = ceilings(case.device, batch[0].dtype)

@@ -1,0 +1,202 @@
+"""What is done to a captured step's graph: it computes the same, and less of it is kept."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from close import assert_close
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+import threepass
+from threepass import models, packed, passes
+from threepass.capture import trace
+from threepass.compiled import gradients_for
+from threepass.engine import run
+from threepass.options import Options
+
+pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
+aten = torch.ops.aten
+
+
+def program_of(model, x, y, mode):
+    """The traced step, and its inputs."""
+    inputs = [torch.tensor([0.3, 0.7], dtype=torch.float64), x, y]
+
+    def step(weights, x, y):
+        r = run(model, F.cross_entropy, x, y, Options(0.3, mode=mode), weights=(weights[0], weights[1]))
+        return list(r.grads.values())
+
+    saved = copy.deepcopy(model.state_dict())
+    program = trace(step, inputs)
+    model.load_state_dict(saved)
+    return program, inputs
+
+
+def agrees(model, x, y, mode):
+    program, inputs = program_of(model, x, y, mode)
+    expected = threepass.three_pass(copy.deepcopy(model), F.cross_entropy, x, y, alpha=0.3, mode=mode).grads
+    assert_close(dict(zip(expected, program(*inputs), strict=True)), expected, 1e-10)
+    return program.graph.graph
+
+
+def readers(graph, target):
+    """Of every call of the target, who reads it."""
+    return [{str(user.target) for user in node.users} for node in graph.nodes if node.target is target]
+
+
+class Block(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) + x
+
+
+def batch(*shape):
+    torch.manual_seed(0)
+    return torch.randn(shape, dtype=torch.float64), torch.randint(10, shape[:1])
+
+
+def normed(**options):
+    """Convolutions with rectified norms between them."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8, **options), nn.ReLU(),
+        Block(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8, **options), nn.ReLU(), nn.Conv2d(8, 8, 1)),
+        nn.Flatten(), nn.Linear(8 * 36, 10),
+    ).double()  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}])
+def test_a_rectified_norm_is_made_again(options, mode):
+    """Its own result is read in pass 1 alone."""
+    graph = agrees(normed(**options), *batch(6, 3, 6, 6), mode)
+    assert sum(node.target is passes.rectified for node in graph.nodes) >= 4
+    for names in readers(graph, aten.relu.default):
+        assert names <= {"aten.convolution.default", "aten.add.Tensor"}
+
+
+def test_scales_of_zero_and_channels_without_variance():
+    """Gates at exactly zero stay closed."""
+    net = normed()
+    with torch.no_grad():
+        net[1].weight[:4] = 0
+        net[0].weight[5] = 0
+        net[0].bias[5] = 3
+    for mode in ("paper", "exact"):
+        agrees(net, *batch(6, 3, 6, 6), mode)
+
+
+def test_a_norm_that_does_not_train_is_left_alone():
+    net = normed()
+    net(batch(6, 3, 6, 6)[0])
+    graph = agrees(net.eval(), *batch(6, 3, 6, 6), "paper")
+    assert not any(node.target is passes.rectified for node in graph.nodes)
+
+
+def test_half_a_norm_on_a_cpu_is_left_alone():
+    """It gives its mean rounded."""
+    net, (x, y) = normed().bfloat16(), batch(6, 3, 6, 6)
+    graph = program_of(net, x.bfloat16(), y, "paper")[0].graph.graph
+    assert not any(node.target is passes.rectified for node in graph.nodes)
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.GELU("tanh"), nn.SiLU()])
+def test_an_activation_is_made_again(activation, mode):
+    net = nn.Sequential(nn.Linear(12, 16), activation, nn.Linear(16, 16), activation, nn.Linear(16, 10)).double()
+    graph = agrees(net, *batch(6, 12), mode)
+    target = aten.silu.default if isinstance(activation, nn.SiLU) else aten.gelu.default
+    calls = [node for node in graph.nodes if node.target is target]
+    assert len(calls) == (4 if mode == "paper" else 6)
+    assert all(len(node.users) == 1 for node in calls if mode == "paper")
+
+
+def test_sums_over_images_are_taken_beside_their_operands():
+    def f(a, b):
+        return [a.sum((0, 2, 3)), a.exp().sin(), b.sum((2, 3)), ((a * b) * 2).sum((0, 2, 3))]
+
+    inputs = [torch.randn(2, 3, 4, 4), torch.randn(2, 3, 4, 4)]
+    made = make_fx(f)(*inputs)
+    before = [node.name for node in made.graph.nodes]
+    passes.take_sums_early(made.graph)
+    assert [node.name for node in made.graph.nodes] == before  # operands are inputs: nothing to stand behind
+
+    def g(a, b):
+        a, b = a.exp(), b.exp()
+        c = a.sum((0, 2, 3))
+        d = b
+        for _ in range(10):
+            d = d.sin()
+        return [c, d, ((a * b) * 2).sum((0, 2, 3))]
+
+    made = make_fx(g)(*inputs)
+    passes.take_sums_early(made.graph)
+    made.graph.lint()
+    made.recompile()
+    order = [node.name for node in made.graph.nodes]
+    assert order.index("sum_2") < order.index("sin")
+    torch.testing.assert_close(made(*inputs), g(*inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_thin_products(dtype):
+    a, b, bias = (torch.randn(shape).to(dtype) for shape in ((7, 30), (30, 4), (4,)))
+    torch.testing.assert_close(passes.thin_product(a, b), a @ b)
+    torch.testing.assert_close(passes.thin_product(a, b, bias), torch.addmm(bias, a, b))
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "columns", "thin"),
+    [
+        (256, 2048, 10, True),
+        (256, 10, 2048, True),
+        (10, 256, 2048, True),
+        (256, 2048, 64, False),
+        (10**6, 64, 10, False),
+    ],
+)
+def test_which_products_are_thin(rows, length, columns, thin):
+    graph = torch.fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    a.meta["val"] = SimpleNamespace(shape=(rows, length), is_cuda=True)
+    b.meta["val"] = SimpleNamespace(shape=(length, columns), is_cuda=True)
+    node = graph.call_function(aten.mm.default, (a, b))
+    passes.write_out_thin_products(graph)
+    assert (node.target is passes.thin_product) == thin
+
+
+@pytest.fixture
+def packs(monkeypatch):
+    """As on a GPU."""
+    monkeypatch.setattr(packed, "pays", lambda z: z.layout == torch.strided)
+
+
+def test_together_is_each_alone(packs):
+    nhwc = torch.randn(4, 5, 3, 3).to(memory_format=torch.channels_last)
+    tensors = [torch.randn(3, 4), torch.randn(()), nhwc, torch.randn(2, 6).t(), torch.randn(7).double(), torch.randn(5)]
+    results = packed.together(lambda z: z * 2 + 1, tensors)
+    for z, result in zip(tensors, results, strict=True):
+        assert torch.equal(result, z * 2 + 1)
+        assert result.dtype == z.dtype
+    assert results[2].stride() == nhwc.stride()
+    assert packed.together(torch.neg, []) == []
+    sparse = torch.eye(3).to_sparse()
+    assert packed.together(torch.neg, [sparse])[0].is_sparse
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+def test_packed_gradients_are_the_same(packs, mode):
+    torch.manual_seed(0)
+    x, y = batch(6, 3, 8, 8)
+    agrees(models.resnet(8).double().to(memory_format=torch.channels_last), x, y, mode)
+
+
+def test_gradients_in_their_parameters_formats(packs):
+    parameters = [nn.Parameter(torch.randn(4, 4).bfloat16()) for _ in range(6)] + [nn.Parameter(torch.randn(3))]
+    grads = [torch.randn(p.shape) for p in parameters]
+    found = gradients_for(parameters, grads)
+    for p, g, result in zip(parameters, grads, found, strict=True):
+        assert result.dtype == p.dtype
+        assert (result.float() - g).abs().max() <= g.abs().max() * torch.finfo(p.dtype).eps
+    assert found[-1] is grads[-1]
