@@ -41,9 +41,11 @@ def apply(graph: GraphModule, kernels: bool) -> None:
     mark_gates(graph.graph)
     if kernels:
         from .kernels.fuse import fuse
+        from .kernels.fuse_norm import fuse_layer_norms
 
         write_out_thin_products(graph.graph)
         fuse(graph.graph)
+        fuse_layer_norms(graph.graph)
     open_mixes(graph.graph)
     graph.graph.eliminate_dead_code()
 
@@ -240,17 +242,17 @@ def mark_gates(graph: Graph) -> None:
             gates.setdefault(node.args[1], []).append(node)
     for u, (first, *later) in gates.items():
         others = [order[user] for user in u.users if user not in gates[u]]
-        if later and max(others, default=0) < order[later[0]] and not _is_written(first):
+        if later and max(others, default=0) < order[later[0]] and not is_written(first):
             put(first, marked, (first.args[0], u))
             for gate in later:
                 put(gate, gated, (gate.args[0], first))
 
 
-def _is_written(node: Node) -> bool:
+def is_written(node: Node) -> bool:
     """Whether something writes to a node's result, as a hook may."""
     for user in node.users:
         schema = getattr(user.target, "_schema", None)
-        if schema is not None and (schema.is_mutable or (getattr(user.target, "is_view", False) and _is_written(user))):
+        if schema is not None and (schema.is_mutable or (getattr(user.target, "is_view", False) and is_written(user))):
             return True
     return False
 

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from ..precision import HALF, accumulate_dtype, round_stochastically
+from ..precision import HALF, accumulate_dtype
+from .rounding import rounded_randomly
 
 _aten = torch.ops.aten
 _CHANNELS = 128
@@ -34,7 +35,7 @@ def fits(stride: int, *tensors: Tensor, weight: Sequence[int]) -> bool:
     """Whether the kernels take these signals (n, c, h, w) and a weight of this shape (o, i, 3, 3)."""
     z = tensors[0]
     return (
-        _runs_on(z.device)
+        runs_on(z.device)
         and stride in (1, 2)
         and len(weight) == 4
         and tuple(weight[2:]) == (3, 3)
@@ -46,7 +47,7 @@ def fits(stride: int, *tensors: Tensor, weight: Sequence[int]) -> bool:
     )
 
 
-def _runs_on(device: torch.device) -> bool:
+def runs_on(device: torch.device) -> bool:
     if device.type == "cuda":
         return _has_triton() and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
     return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1" and _has_triton()
@@ -156,18 +157,10 @@ def _like(z: Tensor, channels: int, *size: int) -> Tensor:
 
 
 def _rounded_randomly(z: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
-    """float32 z in a half format: up or down, each as likely as it is near; bfloat16 bit for bit as the kernel."""
-    if dtype != torch.bfloat16:
-        return round_stochastically(z, dtype)
-    bits = z.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    """At random, with the positions in memory for the hash."""
     n, c, height, width = z.shape
     position = torch.arange(z.numel(), device=z.device).view(n, height, width, c).permute(0, 3, 1, 2)
-    h = (bits * 0x9E3779B1 + position * 0x85EBCA6B + seed * 0xC2B2AE35) & 0xFFFFFFFF
-    h = ((h ^ (h >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
-    h = ((h ^ (h >> 15)) * 0xD35A2D97) & 0xFFFFFFFF
-    up = (h ^ (h >> 15)) >> 16
-    rounded = ((bits + up) & 0xFFFF0000).to(torch.int32).view(torch.float32)
-    return torch.where(torch.isfinite(z), rounded, z).to(dtype)
+    return rounded_randomly(z, position, seed, dtype)
 
 
 def _nhwc(z: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .rounding_triton import rounded_randomly
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -115,24 +117,6 @@ def _closed(d):
 
 
 @triton.jit
-def _noise(bits, position, seed):
-    """32 hashed bits; bits and position: uint32."""
-    h = bits * 0x9E3779B1 + position * 0x85EBCA6B + seed.to(tl.uint32) * 0xC2B2AE35
-    h = (h ^ (h >> 16)) * 0x21F0AAAD
-    h = (h ^ (h >> 15)) * 0xD35A2D97
-    return h ^ (h >> 15)
-
-
-@triton.jit
-def _rounded_randomly(z, position, seed):
-    """float32 z as bfloat16: up or down, each as likely as it is near."""
-    bits = z.to(tl.uint32, bitcast=True)
-    up = _noise(bits, position.to(tl.uint32), seed) >> 16
-    rounded = ((bits + up) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return tl.where((bits & 0x7F800000) == 0x7F800000, z.to(tl.bfloat16), rounded)
-
-
-@triton.jit
 def _forward_kernel(a, w, bias, gate, out, pixels, RELU: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
                     H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, STRIDE: tl.constexpr,
                     SC: tl.constexpr, SN: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, BP: tl.constexpr,
@@ -166,7 +150,7 @@ def _tangent_kernel(t, w, a, ratio, t_out, mix, pixels, seed, C: tl.constexpr, N
     m = u + tl.load(ratio) * z
     tl.store(t_out + here, z.to(t_out.dtype.element_ty), mask=inside)
     if mix.dtype.element_ty == tl.bfloat16:
-        tl.store(mix + here, _rounded_randomly(m, here, seed), mask=inside)
+        tl.store(mix + here, rounded_randomly(m, here, seed), mask=inside)
     else:
         tl.store(mix + here, m, mask=inside)
 

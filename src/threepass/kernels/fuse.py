@@ -27,6 +27,7 @@ LIMITLESS = 2**31  # on the way back to an image's channels
 
 _aten = torch.ops.aten
 _GATES = (marked, _aten.threshold_backward.default)
+_OURS = ("conv3x3", "layer_norm")
 
 
 def fuse(graph: Graph) -> None:
@@ -140,7 +141,7 @@ def warm_up(graph: Graph) -> None:
     """Compiles the kernels that the graph calls, several at a time."""
     calls = {}
     for node in graph.nodes:
-        if getattr(node.target, "namespace", "") == "threepass" and "conv3x3" in str(node.target):
+        if getattr(node.target, "namespace", "") == "threepass" and any(k in str(node.target) for k in _OURS):
             calls[str(node.target), str(torch.fx.map_arg((node.args, node.kwargs), _shape))] = node
 
     def call(node: Any) -> None:

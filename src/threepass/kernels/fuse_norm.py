@@ -1,0 +1,244 @@
+"""Puts the layer norm's kernel into a captured step's graph, in place of what `rules/norm.py` writes in pass 3.
+
+The sum t_1 + t_2 of a residual connection goes with it. Where x̂, 1 / std or t̂ has a reader that the kernel does not
+serve, as in exact mode, the graph stays as it is.
+"""
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from ..passes import is_written
+from . import layer_norm
+
+_aten = torch.ops.aten
+_mul, _sub, _sum, _view = _aten.mul.Tensor, _aten.sub.Tensor, _aten.sum.dim_IntList, _aten.view.default
+_copy, _mix, _clone = _aten._to_copy.default, torch.ops.threepass.mix.default, _aten.clone.default
+
+# A pattern is (operation, *arguments); a name stands for any argument, the same one wherever it occurs.
+_STATISTICS = (_aten.var_mean.correction, "a", ["last"])
+_RSTD = (_aten.rsqrt.default, (_aten.add.Tensor, (operator.getitem, _STATISTICS, 0), "eps"))
+_X_HAT = (_mul, (_sub, "a", (operator.getitem, _STATISTICS, 1)), _RSTD)
+
+
+def _mean(z: Any) -> tuple[Any, ...]:
+    return (_aten.div.Tensor, (_sum, z, ["last"], True), "count")
+
+
+_T_HAT = (_mul, _RSTD, (_sub, (_sub, "t", _mean("t")), (_mul, _X_HAT, _mean((_mul, _X_HAT, "t")))))
+
+
+def _match(pattern: Any, value: Any, found: dict[str, Any], inner: dict[Any, Any]) -> bool:
+    """Whether value is what the pattern says. found: what a name stands for; inner: the pattern of each node."""
+    if isinstance(pattern, str):
+        return found.setdefault(pattern, value) == value
+    if not isinstance(pattern, (tuple, list)):
+        return pattern == value
+    if isinstance(pattern, tuple):
+        if not isinstance(value, Node) or value.target is not pattern[0]:
+            return False
+        inner[value] = pattern
+        pattern, value = pattern[1:], value.args
+    same = isinstance(value, (tuple, list)) and len(pattern) == len(value)
+    return same and all(_match(p, v, found, inner) for p, v in zip(pattern, value, strict=True))
+
+
+@dataclass
+class _Norm:
+    """Pass 3 through a layer norm: what goes in, the nodes inside, and those whose values come out."""
+
+    a: Any
+    t: Any
+    eps: float
+    inner: set[Any]
+    weight: Any = None
+    bias: Any = None
+    d: Any = None
+    ratio: Any = None
+    t_u: list[Any] = field(default_factory=list)
+    m: list[Any] = field(default_factory=list)
+    g_w: list[Any] = field(default_factory=list)
+    g_b: list[Any] = field(default_factory=list)
+
+    def agrees(self, ratio: Any) -> bool:
+        """Whether a mix with this ratio is the kernel's."""
+        self.ratio = ratio if self.ratio is None else self.ratio
+        return self.ratio is ratio
+
+
+def fuse_layer_norms(graph: Graph) -> None:
+    moved = False
+    for node in list(graph.nodes):
+        if node.target is _mul and (norm := _norm_at(node)) is not None:
+            moved = _fuse(graph, norm, node) or moved
+    for node in graph.nodes if moved else ():
+        if node.target is _view:  # it was possible in the strides that were
+            node.target = _aten.reshape.default
+
+
+def _norm_at(t_hat: Any) -> _Norm | None:
+    """The layer norm whose t̂ the node is, if the kernel can stand for all of it."""
+    found: dict[str, Any] = {}
+    inner: dict[Any, Any] = {}
+    if not _match(_T_HAT, t_hat, found, inner):
+        return None
+    a, value = _source(found["a"]), _value(found["a"])
+    over_rows = found["last"] == value.dim() - 1 > 0 and found["count"] == value.shape[-1]
+    statistics = next(n for n, pattern in inner.items() if pattern is _STATISTICS)
+    if not over_rows or statistics.kwargs != {"correction": 0, "keepdim": True}:
+        return None
+    norm = _Norm(a, _source(found["t"]), found["eps"], set(inner))
+    x_hat = next(n for n, pattern in inner.items() if pattern is _X_HAT)
+    _find_gradients(norm, x_hat, t_hat)
+    _find_tangent(norm, t_hat)
+    _find_mix(norm)
+    outside = {*norm.t_u, *norm.g_w}
+    signals = [z for z in (norm.a, norm.t, norm.d) if z is not None]
+    operands = [z for z in (*signals, norm.weight, norm.bias, norm.ratio) if z is not None]
+    served = all(user in norm.inner or user in outside for n in norm.inner for user in n.users)
+    if not served or norm.ratio is None or not all(z < t_hat for z in operands) or any(map(_is_written, signals)):
+        return None
+    fits = layer_norm.fits(*map(_row_major, signals)) and _value(norm.ratio).dtype == torch.float32
+    return norm if fits else None
+
+
+def _find_gradients(norm: _Norm, x_hat: Any, t_hat: Any) -> None:
+    """sum d mix(x̂, t̂) and sum d, over rows, as rows of C."""
+    rows = list(range(_value(x_hat).dim() - 1))
+    for mix in [n for n in t_hat.users if n.target is _mix and n.args[:2] == (x_hat, t_hat)]:
+        product = _only(mix, _mul, lambda n, mix=mix: n.args[0] is mix and _value(n.args[1]).shape == _value(n).shape)
+        total = _only(product, _sum, lambda n: list(n.args[1:]) == [rows, True] and not n.kwargs)
+        out = _only(total, _view, lambda n: _value(n).dim() == 1)
+        if out is not None and norm.d is None and norm.agrees(mix.args[2]):
+            d = product.args[1]
+            norm.d, norm.g_w = _source(d), [out]
+            norm.inner |= {mix, product, total}
+            for total in [n for n in d.users if n.target is _sum and list(n.args[1:]) == [rows, True]]:
+                out = _only(total, _view, lambda n: _value(n).dim() == 1)
+                norm.g_b += [] if out is None or out < t_hat else _in_float32(out)
+
+
+def _in_float32(z: Any) -> list[Any]:
+    """z, or all that read it, if that is in float32."""
+    if _value(z).dtype == torch.float32:
+        return [z]
+    copies = list(z.users)
+    return copies if all(n.target is _copy and n.kwargs == {"dtype": torch.float32} for n in copies) else []
+
+
+def _find_tangent(norm: _Norm, t_hat: Any) -> None:
+    """w t̂, in the format in which it is read."""
+    readers = [n for n in t_hat.users if n not in norm.inner]
+    out = t_hat
+    if len(readers) == 1 and readers[0].target is _mul and readers[0].args[0] is t_hat:
+        w = readers[0].args[1]
+        if isinstance(w, Node) and w.target is _view and _value(w.args[0]).shape == _value(t_hat).shape[-1:]:
+            norm.weight, out = w.args[0], readers[0]
+            norm.inner.add(out)
+            readers = list(out.users)
+    if readers and all(n.target is _copy and n.kwargs == {"dtype": torch.bfloat16} for n in readers):
+        norm.t_u = readers
+    else:
+        norm.t_u = [out]
+        norm.inner.discard(out)
+
+
+def _find_mix(norm: _Norm) -> None:
+    """mix(u, t_u), where u is the norm's own output, in t_u's format."""
+    for mix in [n for t_u in norm.t_u for n in t_u.users if n.target is _mix and n.args[1] is t_u]:
+        u = mix.args[0]
+        if u.target is _copy and _value(u).dtype == _value(norm.t_u[0]).dtype:
+            u = u.args[0]
+        forward = u.args[0] if u.target is operator.getitem and u.args[1] == 0 else u
+        if forward.target is not _aten.native_layer_norm.default or _value(mix).dtype != _value(norm.t_u[0]).dtype:
+            continue
+        a, shape, weight, bias, eps = forward.args
+        same = (_source(a), len(shape), _source(weight), eps) == (norm.a, 1, _source(norm.weight), norm.eps)
+        if same and norm.agrees(mix.args[2]) and (not norm.m or bias is norm.bias):
+            norm.bias = bias
+            norm.m.append(mix)
+
+
+def _fuse(graph: Graph, norm: _Norm, t_hat: Any) -> bool:
+    """Puts the call before t̂; whether a signal has other strides than it had."""
+    parts, later = _parts(norm, t_hat)
+    given = (*parts, norm.a, norm.d)
+    signals = [None if z is None else _dense(graph, z) for z in given]
+    options = (norm.eps, _value(norm.t_u[0]).dtype, sum(map(ord, t_hat.name)), bool(norm.m), bool(later))
+    with graph.inserting_before(t_hat):
+        arguments = (*signals, norm.weight, norm.bias, norm.ratio, *options)
+        call = graph.call_function(torch.ops.threepass.layer_norm_tangent.default, arguments)
+        t_u, m, g, t = (graph.call_function(operator.getitem, (call, i)) for i in range(4))
+        g_w, g_b = (graph.call_function(_aten.select.int, (g, 0, i)) for i in range(2))
+    moved = signals != list(given) or not all(_value(z).is_contiguous() for z in (norm.t, *norm.t_u, *norm.m))
+    for new, nodes in ((t_u, norm.t_u), (m, norm.m), (g_w, norm.g_w), (g_b, norm.g_b)):
+        for node in nodes:
+            _pass_on(node, new, list(node.users))
+    _pass_on(norm.t, t, later)
+    return moved
+
+
+def _pass_on(node: Any, new: Node, readers: list[Any]) -> None:
+    new.meta = {**node.meta, "val": _row_major(node)}
+    for reader in readers:
+        reader.replace_input_with(node, new)
+
+
+def _parts(norm: _Norm, t_hat: Any) -> tuple[list[Any], list[Any]]:
+    """The two tangents whose sum t is, and who else reads t: then behind the call. Or t, and None."""
+    t = norm.t
+    if t.target is not _aten.add.Tensor or t.kwargs or not all(isinstance(z, Node) for z in t.args):
+        return [t, None], []
+    others = [n for n in t.users if n not in norm.inner and not (n.target is _copy and set(n.users) <= norm.inner)]
+    fits = layer_norm.fits(*map(_row_major, (norm.a, *t.args))) and not any(is_written(z) for z in t.args)
+    if fits and all(t_hat < n for n in others) and not any(map(_is_elementwise, t.args)):
+        return list(t.args), others
+    return [t, None], []
+
+
+def _is_elementwise(z: Any) -> bool:
+    """Whether the compiler would make z inside the sum that alone reads it."""
+    while len(z.users) == 1 and (getattr(z.target, "is_view", False) or z.target is _aten._unsafe_view.default):
+        z = z.args[0]
+    return len(z.users) == 1 and torch.Tag.pointwise in getattr(z.target, "tags", ())
+
+
+def _dense(graph: Graph, z: Any) -> Any:
+    """z with its rows one after another in memory, from the place on where it is made."""
+    if _value(z).is_contiguous():
+        return z
+    with graph.inserting_after(z):
+        dense = graph.call_function(_clone, (z,), {"memory_format": torch.contiguous_format})
+    _pass_on(z, dense, [n for n in z.users if n is not dense])
+    return dense
+
+
+def _row_major(z: Any) -> Tensor:
+    return torch.empty_like(_value(z), memory_format=torch.contiguous_format)
+
+
+def _only(node: Any, target: Any, fits: Any) -> Any:
+    """The one reader of a node, if it is of this kind."""
+    readers = [] if node is None else list(node.users)
+    return readers[0] if len(readers) == 1 and readers[0].target is target and fits(readers[0]) else None
+
+
+def _is_written(z: Any) -> bool:
+    """Whether something writes to a signal, or to what it is a view of."""
+    while not is_written(z) and getattr(z.target, "is_view", False):
+        z = z.args[0]
+    return is_written(z)
+
+
+def _source(z: Any) -> Any:
+    """What a float32 copy was made from: the kernel makes it itself."""
+    wide = isinstance(z, Node) and z.target is _copy and z.kwargs == {"dtype": torch.float32}
+    return z.args[0] if wide and _value(z.args[0]).dtype == torch.bfloat16 else z
+
+
+def _value(node: Any) -> Tensor:
+    return node.meta["val"]

@@ -1,0 +1,126 @@
+"""Pass 3 through a layer norm u = w x̂ + b, x̂ = (a - mean(a)) / std(a) over the last dimension, as one operation.
+
+    t    = t_1 + t_2                               the tangent of a; t_2: of a residual branch, or none
+    t̂    = (t - mean(t) - x̂ mean(x̂ t)) / std(a)
+    t_u  = w t̂                                     pushed on
+    m    = u + k t_u                               for the next weight's gradient; u is made again
+    g_w  = sum d (x̂ + k t̂),  g_b = sum d           over all rows, in float32
+
+a, t, d, t_u, m: (..., C), where d is the error of u; w, b, g_w, g_b: (C); k: a float32 scalar.
+
+A custom operation (`torch.ops.threepass`), which the compiler takes as it is. Where `fits` says so it is a Triton
+kernel (`layer_norm_triton.py`), which reads and writes each signal once, else plain PyTorch.
+"""
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from ..precision import HALF, accumulate_dtype
+from .conv import runs_on
+from .rounding import rounded_randomly
+
+_COLUMNS = 4096
+
+
+def fits(a: Tensor, *signals: Tensor) -> bool:
+    """Whether the kernel takes these signals (..., C) as they lie in memory."""
+    return (
+        runs_on(a.device)
+        and a.dim() > 1
+        and a.shape[-1] <= _COLUMNS
+        and 0 < a.numel() < 2**31  # the kernel's offsets are 32-bit
+        and all(
+            z.shape == a.shape and z.dtype in (torch.float32, torch.bfloat16) and z.is_contiguous()
+            for z in (a, *signals)
+        )
+    )
+
+
+def tangent(
+    t: Tensor,
+    t_2: Tensor | None,
+    a: Tensor,
+    d: Tensor | None,
+    w: Tensor | None,
+    b: Tensor | None,
+    ratio: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    seed: int,
+    mixes: bool = True,
+    keeps: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(t_u, m, (g_w, g_b), t_1 + t_2): t_u and m in `dtype`, m in bfloat16 rounded at random with the right mean.
+
+    What is not asked for is empty: m without `mixes`, the gradients without d, the sum without t_2 or `keeps`.
+    The random bits are a hash of value, place and seed.
+    """
+    return torch.ops.threepass.layer_norm_tangent(t, t_2, a, d, w, b, ratio, eps, dtype, seed, mixes, keeps)
+
+
+@custom_op("threepass::layer_norm_tangent", mutates_args=())
+def _tangent(
+    t: Tensor,
+    t_2: Tensor | None,
+    a: Tensor,
+    d: Tensor | None,
+    w: Tensor | None,
+    b: Tensor | None,
+    ratio: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    seed: int,
+    mixes: bool,
+    keeps: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if fits(a, t, *(z for z in (t_2, d) if z is not None)) and dtype in (torch.float32, torch.bfloat16):
+        from . import layer_norm_triton
+
+        results = _empty(t, t_2, a, d, dtype, mixes, keeps)
+        m, g, t_sum = (z if z.numel() else None for z in results[1:])
+        w, b = (None if z is None else z.contiguous() for z in (w, b))
+        layer_norm_triton.tangent(t, t_2, a, d, w, b, ratio, eps, seed, t_sum, results[0], m, g)
+        return results
+    return _plain(t, t_2, a, d, w, b, ratio, eps, dtype, seed, mixes, keeps)
+
+
+@_tangent.register_fake
+def _(t, t_2, a, d, w, b, ratio, eps, dtype, seed, mixes, keeps):
+    return _empty(t, t_2, a, d, dtype, mixes, keeps)
+
+
+def _empty(
+    t: Tensor, t_2: Tensor | None, a: Tensor, d: Tensor | None, dtype: torch.dtype, mixes: bool, keeps: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        a.new_empty(a.shape, dtype=dtype),
+        a.new_empty(a.shape if mixes else 0, dtype=dtype),
+        a.new_empty((2, a.shape[-1]) if d is not None else 0, dtype=accumulate_dtype(a.dtype)),
+        t.new_empty(0)
+        if t_2 is None or not keeps
+        else t.new_empty(a.shape, dtype=torch.promote_types(t.dtype, t_2.dtype)),
+    )
+
+
+def _plain(t, t_2, a, d, w, b, ratio, eps, dtype, seed, mixes, keeps) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The operation in plain PyTorch."""
+    t_u, m, g, t_sum = _empty(t, t_2, a, d, dtype, mixes, keeps)
+    t = t if t_2 is None else t + t_2
+    if t_sum.numel():
+        t_sum.copy_(t)
+    a, t = (z.to(accumulate_dtype(z.dtype)) for z in (a, t))
+    var, mean = torch.var_mean(a, -1, correction=0, keepdim=True)
+    rstd = (var + eps).rsqrt()
+    x = (a - mean) * rstd
+    t = rstd * (t - t.mean(-1, keepdim=True) - x * (x * t).mean(-1, keepdim=True))
+    t_u.copy_(t if w is None else t * w)
+    if mixes:
+        u = x if w is None else x * w
+        mix = (u if b is None else u + b).to(dtype).to(a.dtype) + ratio * t_u
+        position = torch.arange(mix.numel(), device=mix.device).view(mix.shape)
+        m.copy_(rounded_randomly(mix, position, seed, dtype) if dtype in HALF else mix)
+    if d is not None:
+        rows = list(range(a.dim() - 1))
+        g[0], g[1] = (d * (x + ratio * t)).sum(rows), d.sum(rows, dtype=g.dtype)
+    return t_u, m, g, t_sum

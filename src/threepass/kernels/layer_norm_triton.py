@@ -1,0 +1,106 @@
+"""The Triton kernel behind `layer_norm.py`: pass 3 through a layer norm, each signal read or written once.
+
+Memory is (rows, C). A program takes several blocks of whole rows, and holds in registers what it adds up over them for
+the scale's and the shift's gradient; a second kernel adds up the programs' sums in a fixed order. Offsets are 32-bit
+(`layer_norm.fits` sees to that).
+"""
+
+# ruff: noqa: N803 -- constants are in capitals, as Triton's are
+# mypy: disable-error-code="import-not-found, import-untyped"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .rounding_triton import rounded_randomly
+
+PROGRAMS = 132 * 8  # at most; 4 warps each, an H200 holds about so many
+BLOCK = 1024  # numbers, if they are whole rows: 8 a thread, so that 16 bytes of bfloat16 are read at once
+
+
+@triton.jit
+def _mean(z, C: tl.constexpr):
+    return (tl.sum(z, 1) / C)[:, None]
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _tangent_kernel(t_1, t_2, a, d, w, b, ratio, t_sum, t_u, m, work, rows, part, eps, seed,
+                    HALF_SUM: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """t_u, m and t_1 + t_2 of `part` rows, and into work, [programs, 2, C], their sums of d (x̂ + k t̂) and of d."""
+    column = tl.arange(0, BC)[None, :]
+    known = column < C
+    scale = tl.full((1, BC), 1.0, tl.float32)
+    shift = tl.zeros((1, BC), tl.float32)
+    if w is not None:
+        scale = tl.load(w + column, mask=known, other=0.0).to(tl.float32)
+    if b is not None:
+        shift = tl.load(b + column, mask=known, other=0.0).to(tl.float32)
+    k = tl.load(ratio)
+    for_scale = tl.zeros((BR, BC), tl.float32)
+    for_shift = tl.zeros((BR, BC), tl.float32)
+    first = tl.program_id(0) * part
+    for start in range(first, min(rows, first + part), BR):
+        row = start + tl.arange(0, BR)[:, None]
+        here = row * C + column
+        inside = (row < rows) & known
+        x = tl.load(a + here, mask=inside, other=0.0).to(tl.float32)
+        t = tl.load(t_1 + here, mask=inside, other=0.0).to(tl.float32)
+        e = tl.zeros((BR, BC), tl.float32)
+        if t_2 is not None:
+            t += tl.load(t_2 + here, mask=inside, other=0.0).to(tl.float32)
+        if d is not None:  # here already: behind a store it would wait for that
+            e = tl.load(d + here, mask=inside, other=0.0).to(tl.float32)
+        if HALF_SUM:
+            t = t.to(tl.bfloat16).to(tl.float32)
+        if t_sum is not None:
+            tl.store(t_sum + here, t.to(t_sum.dtype.element_ty), mask=inside)
+        x = tl.where(known, x - _mean(x, C), 0.0)
+        rstd = tl.rsqrt(_mean(x * x, C) + eps)
+        x *= rstd
+        t = tl.where(known, rstd * (t - _mean(t, C) - x * _mean(x * t, C)), 0.0)
+        pushed = (t * scale).to(t_u.dtype.element_ty)
+        tl.store(t_u + here, pushed, mask=inside)
+        if m is not None:
+            u = (x * scale + shift).to(t_u.dtype.element_ty).to(tl.float32)
+            mix = u + k * pushed.to(tl.float32)
+            if m.dtype.element_ty == tl.bfloat16:
+                mix = rounded_randomly(mix, here, seed)
+            tl.store(m + here, mix, mask=inside)
+        for_scale += tl.where(inside, e * (x + k * t), 0.0)  # with eps = 0, x̂ is no number outside
+        for_shift += e
+    if d is not None:
+        at = work + tl.program_id(0) * (2 * C) + tl.arange(0, BC)
+        tl.store(at, tl.sum(for_scale, 0), mask=tl.arange(0, BC) < C)
+        tl.store(at + C, tl.sum(for_shift, 0), mask=tl.arange(0, BC) < C)
+
+
+@triton.jit
+def _sum_kernel(work, g, parts, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
+    """Sums [parts, C] over the parts, in a fixed order."""
+    column = tl.program_id(0) * BC + tl.arange(0, BC)
+    acc = tl.zeros((BP, BC), tl.float32)
+    for start in range(0, parts, BP):
+        p = start + tl.arange(0, BP)[:, None]
+        acc += tl.load(work + p * C + column[None, :], mask=(p < parts) & (column < C)[None, :], other=0.0)
+    tl.store(g + column, tl.sum(acc, 0), mask=column < C)
+
+
+def tangent(
+    t: Tensor, t_2: Tensor | None, a: Tensor, d: Tensor | None, w: Tensor | None, b: Tensor | None, ratio: Tensor,
+    eps: float, seed: int, t_sum: Tensor | None, t_u: Tensor, m: Tensor | None, g: Tensor | None,
+) -> None:  # fmt: skip
+    """Into t_sum, t_u and m, (..., C), and g, (2, C): the gradients of scale and shift."""
+    columns = a.shape[-1]
+    rows, width = a.numel() // columns, triton.next_power_of_2(columns)
+    block = max(1, BLOCK // width)
+    part = triton.cdiv(triton.cdiv(rows, block), PROGRAMS) * block
+    programs = triton.cdiv(rows, part)
+    work = None if g is None else torch.empty((programs, 2 * columns), dtype=torch.float32, device=a.device)
+    _tangent_kernel[(programs,)](
+        t, t_2, a, d, w, b, ratio, t_sum, t_u, m, work, rows, part, eps, seed,
+        HALF_SUM=t_2 is not None and t.dtype == t_2.dtype == torch.bfloat16, C=columns, BR=block, BC=width,
+        num_warps=4 if width <= 1024 else 8,
+    )  # fmt: skip
+    if g is not None:
+        _sum_kernel[(triton.cdiv(2 * columns, 16),)](work, g, programs, C=2 * columns, BP=512, BC=16, num_warps=8)

@@ -1,0 +1,254 @@
+"""Pass 3 through a layer norm as one operation: against autograd, the kernel against plain PyTorch, and in the graph.
+
+The kernel runs in Triton's interpreter, in a process of its own, where Triton is there.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from threepass import models
+from threepass.capture import trace
+from threepass.engine import run
+from threepass.kernels import layer_norm
+from threepass.options import Options
+
+pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
+
+CASES = [(3, 5, 24), (7, 192), (2, 9, 200), (2, 1, 1500)]  # rows that fill no block, columns that are no power of two
+RATIO = torch.tensor(0.03)
+OP = torch.ops.threepass.layer_norm_tangent.default
+
+
+def signals(shape, dtype=torch.float64) -> dict[str, Tensor]:
+    torch.manual_seed(sum(shape))
+    tensors = {name: torch.randn(shape) for name in ("t", "t_2", "a", "d")}
+    tensors |= {name: torch.randn(shape[-1]) for name in ("w", "b")}
+    return {name: z.to(dtype) for name, z in tensors.items()} | {"ratio": RATIO}
+
+
+def call(z, dtype, seed=5, **changed):
+    return layer_norm.tangent(**{**z, "eps": 1e-5, "dtype": dtype, "seed": seed, **changed})
+
+
+@pytest.mark.parametrize("shape", CASES, ids=str)
+def test_plain_against_autograd(shape):
+    z = signals(shape)
+    t, ratio = z["t"] + z["t_2"], RATIO.double()
+
+    def norm(a, w, b):
+        return F.layer_norm(a, shape[-1:], w, b)
+
+    u, t_u = torch.func.jvp(lambda a: norm(a, z["w"], z["b"]), (z["a"],), (t,))
+    one, none = torch.ones_like(z["w"]), torch.zeros_like(z["w"])
+    x, t_x = torch.func.jvp(lambda a: norm(a, one, none), (z["a"],), (t,))
+    rows = list(range(len(shape) - 1))
+    g = torch.stack([(z["d"] * (x + ratio * t_x)).sum(rows), z["d"].sum(rows)])
+    got = call(z | {"ratio": ratio}, torch.float64)
+    for result, expected in zip(got, (t_u, u + ratio * t_u, g, t), strict=True):
+        torch.testing.assert_close(result, expected)
+
+
+def test_what_is_not_asked_for_is_empty():
+    z = signals(CASES[0], torch.float32)
+    t_u, m, g, t_sum = call(z, torch.float32, d=None, mixes=False, keeps=False)
+    assert [m.numel(), g.numel(), t_sum.numel()] == [0, 0, 0]
+    torch.testing.assert_close(t_u, call(z, torch.float32)[0])
+    assert call(z, torch.float32, t_2=None)[3].numel() == 0
+    bare = call(z, torch.float32, w=None, b=None)
+    ones = call(z, torch.float32, w=torch.ones(24), b=torch.zeros(24))
+    torch.testing.assert_close(bare, ones)
+
+
+def check_unbiased() -> None:
+    """The mean of (m - u) / (k t_u) is 1, and m is u or next to it."""
+    z = signals((64, 192), torch.bfloat16)
+    t_u, u, *_ = call(z, torch.bfloat16, ratio=torch.tensor(0.0))
+    ratio = torch.tensor(1e-3)
+    mixes = torch.stack([call(z, torch.bfloat16, seed, ratio=ratio)[1] for seed in range(2, 18)]).double()
+    pushed = (ratio * t_u).double()
+    slope = ((mixes - u.double()) * pushed).sum() / (len(mixes) * pushed.square().sum())
+    noise = ((mixes - u.double() - pushed).square() * pushed.square()).sum().sqrt() / (
+        len(mixes) * pushed.square().sum()
+    )
+    assert noise < 0.05
+    assert abs(slope - 1) < 4 * noise
+    assert ((mixes - u.double()).abs() <= u.double().abs() * 2**-7 + 2 * pushed.abs()).all()
+    again, other = (call(z, torch.bfloat16, seed, ratio=ratio)[1] for seed in (2, 3))
+    assert torch.equal(again, mixes[0].bfloat16())
+    assert not torch.equal(again, other)
+
+
+def test_random_rounding_is_unbiased():
+    check_unbiased()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_operation_can_be_traced(dtype):
+    z = signals(CASES[0], dtype)
+    for changed in ({}, {"t_2": None, "d": None, "b": None}, {"mixes": False, "keeps": False}):
+        args = tuple({**z, "eps": 1e-5, "dtype": dtype, "seed": 3, "mixes": True, "keeps": True, **changed}.values())
+        names = [*z, "eps", "dtype", "seed", "mixes", "keeps"]
+        assert [a.name for a in OP._schema.arguments] == names
+        torch.library.opcheck(OP, args)
+        graph = make_fx(lambda *z: OP(*z), tracing_mode="fake")(*args).graph
+        assert OP in [node.target for node in graph.nodes]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_kernel_in_the_interpreter():
+    code = "import test_kernels_layer_norm as t; t.check_kernel()"
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
+def check_kernel() -> None:
+    """Against plain PyTorch in float64; runs under TRITON_INTERPRET=1."""
+    from test_kernels_conv import _mend_interpreter
+
+    from threepass.kernels import layer_norm_triton
+
+    torch.set_num_threads(1)
+    _mend_interpreter()
+    _round_to_nearest()
+    for programs in (layer_norm_triton.PROGRAMS, 2):  # a block each, and loops over several
+        layer_norm_triton.PROGRAMS = programs
+        for shape in CASES:
+            _check_case(shape)
+    check_unbiased()
+
+
+def _round_to_nearest() -> None:
+    """Triton 3.6's interpreter cuts bfloat16 off; a GPU rounds."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def nearest(z, given, wanted, mode):
+        if (given, wanted) != (tl.float32, tl.bfloat16):
+            return convert(z, given, wanted, mode)
+        return torch.from_numpy(z.view(np.float32).copy()).bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+    interpreter._convert_float = nearest
+
+
+def _check_case(shape) -> None:
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 8e-3)):
+        z = signals(shape, dtype)
+        assert layer_norm.fits(z["a"], z["t"], z["d"])
+        assert not layer_norm.fits(z["a"].double(), z["t"], z["d"])
+        assert not layer_norm.fits(z["a"].transpose(0, -1), z["t"].transpose(0, -1))
+        exact = {name: value.double() for name, value in z.items()}
+        rounded = (z["t"] + z["t_2"]).double()  # the norm takes the sum that it hands on
+        for changed in ({}, {"t_2": None, "b": None}, {"d": None, "w": None}, {"mixes": False, "keeps": False}):
+            got, again = (call(z, dtype, **changed) for _ in range(2))
+            summed = {} if "t_2" in changed else {"t": rounded, "t_2": torch.zeros_like(rounded)}
+            expected = call(exact | summed, torch.float64, **changed)
+            for result, other, reference in zip(got, again, expected, strict=True):
+                assert result.shape == reference.shape
+                assert torch.equal(result, other)
+                if result.numel():
+                    error = (result.double() - reference).norm() / reference.norm()
+                    assert error < (tolerance if result.dtype == dtype else 1e-6), (shape, dtype, changed, error)
+    # under autocast: a float32 stream, a branch in bfloat16, and bfloat16 for the product behind
+    z = signals(shape, torch.float32) | {"t_2": signals(shape, torch.bfloat16)["t_2"]}
+    got, expected = call(z, torch.bfloat16), layer_norm._plain(*_positional(z, torch.bfloat16))
+    torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
+    assert got[3].dtype == torch.float32
+
+
+def _positional(z, dtype):
+    return (*z.values(), 1e-5, dtype, 5, True, True)
+
+
+class Block(nn.Module):
+    """x + f(norm(x)), as in a pre-norm transformer."""
+
+    def __init__(self, width: int, affine: bool = True):
+        super().__init__()
+        self.norm = nn.LayerNorm(width, elementwise_affine=affine)
+        self.f = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(self.norm(x))
+
+
+class Twice(Block):
+    """The norm's output goes through a weight and past it; its input to a second norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = self.norm(x)
+        return x.mean(-1, keepdim=True) + self.f(u) * torch.tanh(u) + F.layer_norm(x, x.shape[-1:])
+
+
+def stack(*blocks: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 24), *blocks, nn.LayerNorm(24), nn.Flatten(), nn.Linear(96, 10))
+
+
+def frozen(block: Block) -> Block:
+    block.norm.requires_grad_(False)
+    return block
+
+
+NETS = {  # and how many of its layer norms pass 3 goes through, and how many of these take the sum before them along
+    "vit": (lambda: models.by_name("vit", image=16, width=24, depth=2), 5, 4),
+    "blocks": (lambda: stack(Block(24), Block(24)), 3, 2),
+    "not affine": (lambda: stack(Block(24, affine=False), Block(24)), 3, 2),
+    "frozen scale": (lambda: stack(frozen(Block(24)), Block(24)), 3, 2),
+    "twice": (lambda: stack(Twice(24), Block(24)), None, None),
+    "over two dimensions": (lambda: nn.Sequential(nn.LayerNorm([4, 12]), nn.Flatten(), nn.Linear(48, 10)), 0, 0),
+}
+
+
+def step_of(net: str, dtype: torch.dtype, exact: bool = False, autocast: bool = False):
+    torch.manual_seed(0)
+    model = NETS[net][0]().to(dtype)
+    x = torch.randn(8, 3, 16, 16) if net == "vit" else torch.randn(8, 4, 12)
+    inputs = [x.to(dtype), torch.randint(10, (8,)), torch.tensor([0.5, 0.5])]
+    options = Options(alpha=0.5, mode="exact" if exact else "paper")
+
+    def step(x, y, weights):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return list(run(model, F.cross_entropy, x, y, options, weights=(weights[0], weights[1])).grads.values())
+
+    def eager():
+        return list(run(model, F.cross_entropy, *inputs[:2], options).grads.values())
+
+    return step, inputs, eager
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """The operation wherever it could be a kernel's; here it is plain PyTorch."""
+    fits = layer_norm.fits
+    monkeypatch.setattr(layer_norm, "fits", lambda *z: is_fake(z[0]) and fits(*z))
+    monkeypatch.setattr(layer_norm, "runs_on", lambda device: True)
+
+
+def calls(program) -> list:
+    return [node for node in program.graph.graph.nodes if node.target is OP]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.usefixtures("everywhere")
+def test_a_captured_step_with_the_operation_is_the_engines(net, exact):
+    step, inputs, eager = step_of(net, torch.float32, exact)
+    program = trace(step, inputs)
+    _, norms, sums = NETS[net]
+    if exact or norms is not None:
+        assert len(calls(program)) == (0 if exact else norms)
+    if not exact and norms is not None:
+        assert sum(node.args[1] is not None for node in calls(program)) == sums
+    torch.testing.assert_close(program(*inputs), eager(), rtol=1e-5, atol=1e-6)
