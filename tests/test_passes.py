@@ -200,3 +200,11 @@ def test_gradients_in_their_parameters_formats(packs):
         assert result.dtype == p.dtype
         assert (result.float() - g).abs().max() <= g.abs().max() * torch.finfo(p.dtype).eps
     assert found[-1] is grads[-1]
+
+
+def test_errors_behind_residual_blocks_are_kept(monkeypatch):
+    """As on a GPU: one operation for each, in pass 2 alone."""
+    monkeypatch.setattr(passes, "pointwise", SimpleNamespace(can_gate=lambda *tensors: True))
+    graph = agrees(models.resnet(14).double(), *batch(6, 3, 8, 8), "paper")
+    names = [str(node.target) for node in graph.nodes]
+    assert names.count("threepass.gated_sum.default") == 4  # 6 blocks, less the last one and those before a slice

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
+from .kernels import pointwise
 from .precision import accumulate_dtype, mix_of
 
 _aten = torch.ops.aten
@@ -46,6 +47,7 @@ def apply(graph: GraphModule, kernels: bool) -> None:
         write_out_thin_products(graph.graph)
         fuse(graph.graph)
         fuse_layer_norms(graph.graph)
+        keep_gated_sums(graph.graph)
     open_mixes(graph.graph)
     graph.graph.eliminate_dead_code()
 
@@ -94,7 +96,8 @@ def take_sums_early(graph: Graph) -> None:
 
 
 def _is_elementwise(node: Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or getattr(node.target, "is_view", False)
+    known = node.target is _aten._to_copy.default or getattr(node.target, "is_view", False)
+    return known or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def is_random(node: Node) -> bool:
@@ -171,6 +174,18 @@ def _put_again(graph: Graph, u: Node, reader: Node, target: Any, args: tuple[Any
     reader.replace_input_with(u, again)
 
 
+def keep_gated_sums(graph: Graph) -> None:
+    """The errors behind residual blocks, which several read, as tensors of their own."""
+    for node in graph.nodes:
+        if node.target is not _aten.threshold_backward.default or node.args[2] != 0 or len(node.users) == 1:
+            continue
+        total: Any = node.args[0]
+        is_sum = total.target is _aten.add.Tensor and not total.kwargs and len(total.users) == 1
+        made = is_sum and all(isinstance(n, Node) and not _is_elementwise(n) for n in total.args)
+        if made and pointwise.can_gate(*(n.meta["val"] for n in (*total.args, node.args[1]))):
+            put(node, torch.ops.threepass.gated_sum.default, (*total.args, node.args[1]))
+
+
 _ACTIVATIONS = {_aten.gelu.default: _aten.gelu_backward.default, _aten.silu.default: _aten.silu_backward.default}
 
 
@@ -194,11 +209,13 @@ def _mixes_tangent(n: Any, u: Any) -> bool:
 
 def _norm_before(u: Node) -> Any:
     """Batch norm in training mode, where u is its rectified output."""
-    if u.target is not _aten.relu.default:
+    if u.target not in _RECTIFIERS:
         return None
     y: Any = u.args[0]
     is_norm = y.target is operator.getitem and y.args[1] == 0 and y.args[0].target in _BATCH_NORMS
-    return y.args[0] if is_norm and y.args[0].args[5] else None
+    if not is_norm or not y.args[0].args[5] or len(y.users) > 1 or is_written(u) or is_written(y.args[0].args[0]):
+        return None
+    return y.args[0]
 
 
 def _needs_values(n: Any, u: Node) -> bool:
@@ -217,20 +234,6 @@ def rectified(z: Tensor, numbers: Tensor) -> Tensor:
     """
     scale, shift = (n.view([-1] + [1] * (z.dim() - 2)) for n in numbers.unbind())
     return (z * scale + shift).to(z.dtype).relu()
-
-
-@torch.library.custom_op("threepass::norm_numbers", mutates_args=())
-def _norm_numbers(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """(w / std, b - mean w / std) by channel: the compiler fuses what reads at most four tensors."""
-    scale = (rstd if weight is None else rstd * weight).to(mean.dtype)
-    return torch.stack(
-        [scale, -mean * scale if bias is None else torch.addcmul(bias.to(mean.dtype), mean, scale, value=-1)]
-    )
-
-
-@_norm_numbers.register_fake
-def _(mean, rstd, weight, bias):
-    return mean.new_empty((2, *mean.shape))
 
 
 def mark_gates(graph: Graph) -> None:
@@ -252,7 +255,11 @@ def is_written(node: Node) -> bool:
     """Whether something writes to a node's result, as a hook may."""
     for user in node.users:
         schema = getattr(user.target, "_schema", None)
-        if schema is not None and (schema.is_mutable or (getattr(user.target, "is_view", False) and is_written(user))):
+        for i, argument in enumerate(schema.arguments if schema is not None else ()):
+            value = user.args[i] if i < len(user.args) else user.kwargs.get(argument.name)
+            if value is node and argument.alias_info is not None and argument.alias_info.is_write:
+                return True
+        if getattr(user.target, "is_view", False) and is_written(user):
             return True
     return False
 

@@ -1,0 +1,53 @@
+"""Two elementwise operations that a compiler would take apart: as operations of their own they are one kernel each.
+
+norm_numbers   (w / std, b - mean w / std) of a batch norm: in one piece, so that an expression with it reads little
+               enough to be fused into all its readers
+gated_sum      the error behind a residual block, (g_1 + g_2) where the block's rectified output u is positive: it is
+               read many times, and a compiler that fused it would read all that it is made of each time
+"""
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from .conv import runs_on
+
+
+def _kernels():
+    """The kernels' module; it needs Triton."""
+    from . import pointwise_triton
+
+    return pointwise_triton
+
+
+@custom_op("threepass::norm_numbers", mutates_args=())
+def norm_numbers(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if runs_on(mean.device) and mean.dtype == torch.float32:
+        return _kernels().norm_numbers(mean, rstd, weight, bias)
+    scale = (rstd if weight is None else rstd * weight).to(mean.dtype)
+    shift = -mean * scale
+    return torch.stack([scale, shift if bias is None else shift + bias])
+
+
+@norm_numbers.register_fake
+def _(mean, rstd, weight, bias):
+    return mean.new_empty((2, *mean.shape))
+
+
+def can_gate(*tensors: Tensor) -> bool:
+    """Whether `gated_sum` is one kernel: tensors that lie in memory alike."""
+    z = tensors[0]
+    dense = z.is_contiguous() or (z.dim() == 4 and z.is_contiguous(memory_format=torch.channels_last))
+    same = all((s.shape, s.stride(), s.dtype) == (z.shape, z.stride(), z.dtype) for s in tensors)
+    known = z.dtype in (torch.float32, torch.bfloat16) and 0 < z.numel() < 2**31
+    return runs_on(z.device) and dense and same and known
+
+
+@custom_op("threepass::gated_sum", mutates_args=())
+def gated_sum(g: Tensor, h: Tensor, u: Tensor) -> Tensor:
+    return _kernels().gated_sum(g, h, u) if can_gate(g, h, u) else torch.where(u > 0, g + h, 0.0)
+
+
+@gated_sum.register_fake
+def _(g, h, u):
+    return torch.empty_like(g)

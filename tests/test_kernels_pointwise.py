@@ -1,0 +1,37 @@
+"""The small kernels, in Triton's interpreter where there is one, against plain PyTorch."""
+
+import os
+
+import pytest
+import torch
+
+from threepass.kernels import pointwise
+
+interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def numbers_of(mean, rstd, weight, bias):
+    scale = rstd if weight is None else rstd * weight.float()
+    return torch.stack([scale, (0 if bias is None else bias.float()) - mean * scale])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("channels", [3, 300])
+def test_norm_numbers(channels, dtype):
+    mean, rstd = torch.randn(channels), torch.rand(channels) + 0.1
+    weight, bias = (torch.randn(channels).to(dtype) for _ in range(2))
+    for given in ((weight, bias), (weight, None), (None, bias), (None, None)):
+        found = torch.ops.threepass.norm_numbers(mean, rstd, *given)
+        torch.testing.assert_close(found, numbers_of(mean, rstd, *given))
+    torch.library.opcheck(torch.ops.threepass.norm_numbers.default, (mean, rstd, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gated_sum(dtype):
+    g, h, u = (torch.randn(2, 5, 7, 9).to(dtype).to(memory_format=torch.channels_last) for _ in range(3))
+    u = u.relu()
+    assert pointwise.can_gate(g, h, u) == interpreted
+    assert not pointwise.can_gate(g, h.contiguous(), u)
+    for operands in ((g, h, u), (g, h.contiguous(), u)):
+        torch.testing.assert_close(torch.ops.threepass.gated_sum(*operands), torch.where(u > 0, g + h, 0.0))
+    torch.library.opcheck(torch.ops.threepass.gated_sum.default, (g, h, u))
