@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from threepass import models
-from threepass.capture import trace
+from threepass.capture import capture, trace
 from threepass.engine import run
 from threepass.kernels import layer_norm
 from threepass.options import Options
@@ -192,6 +192,18 @@ class Twice(Block):
         return x.mean(-1, keepdim=True) + self.f(u) * torch.tanh(u) + F.layer_norm(x, x.shape[-1:])
 
 
+class Turned(nn.Module):
+    """Rows that do not lie one after another in memory; `written`: and are added to in place."""
+
+    def __init__(self, written: bool = False):
+        super().__init__()
+        self.written = written
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(1, 2).contiguous().transpose(1, 2)
+        return x.add_(1.0) if self.written else x + 1.0
+
+
 def stack(*blocks: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(12, 24), *blocks, nn.LayerNorm(24), nn.Flatten(), nn.Linear(96, 10))
 
@@ -206,6 +218,8 @@ NETS = {  # and how many of its layer norms pass 3 goes through, and how many of
     "blocks": (lambda: stack(Block(24), Block(24)), 3, 2),
     "not affine": (lambda: stack(Block(24, affine=False), Block(24)), 3, 2),
     "frozen scale": (lambda: stack(frozen(Block(24)), Block(24)), 3, 2),
+    "turned": (lambda: stack(Turned(), Block(24)), 2, 1),
+    "turned and written": (lambda: stack(Turned(written=True), Block(24)), 0, 0),
     "twice": (lambda: stack(Twice(24), Block(24)), None, None),
     "over two dimensions": (lambda: nn.Sequential(nn.LayerNorm([4, 12]), nn.Flatten(), nn.Linear(48, 10)), 0, 0),
 }
@@ -252,3 +266,25 @@ def test_a_captured_step_with_the_operation_is_the_engines(net, exact):
     if not exact and norms is not None:
         assert sum(node.args[1] is not None for node in calls(program)) == sums
     torch.testing.assert_close(program(*inputs), eager(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.usefixtures("everywhere")
+def test_in_bfloat16_it_differs_by_rounding_alone(autocast):
+    """The stream is bfloat16, or under autocast float32, and what goes to the next product bfloat16."""
+    step, inputs, _ = step_of("vit", torch.float32 if autocast else torch.bfloat16, autocast=autocast)
+    program, without = trace(step, inputs), trace(step, inputs, kernels=False)
+    assert len(calls(program)) == NETS["vit"][1]
+    assert not calls(without)
+    dtypes = [node.args[8] for node in calls(program)]
+    assert dtypes == [torch.bfloat16] * 4 + [torch.float32 if autocast else torch.bfloat16]  # the last: to a mean
+    apart = sum((a - b).square().sum() for a, b in zip(program(*inputs), without(*inputs), strict=True))
+    assert apart < 1e-2**2 * sum(b.square().sum() for b in without(*inputs))
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_the_compiler_takes_it():
+    step, inputs, eager = step_of("turned", torch.float32)
+    captured = capture(step, inputs)
+    assert len(calls(captured.program)) == NETS["turned"][1]
+    torch.testing.assert_close(captured(*inputs), eager(), rtol=1e-4, atol=1e-5)

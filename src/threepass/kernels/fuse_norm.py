@@ -2,9 +2,13 @@
 
 The sum t_1 + t_2 of a residual connection goes with it. Where x̂, 1 / std or t̂ has a reader that the kernel does not
 serve, as in exact mode, the graph stays as it is.
+
+The kernel's signals lie in memory row by row. Where others did, they are put so from the start; but not in a graph
+that looks at memory itself (`as_strided`, from operations in place).
 """
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +59,7 @@ class _Norm:
     t: Any
     eps: float
     inner: set[Any]
+    placed: Callable[[Any], Tensor]  # a signal as it may be given to the kernel
     weight: Any = None
     bias: Any = None
     d: Any = None
@@ -71,17 +76,18 @@ class _Norm:
 
 
 def fuse_layer_norms(graph: Graph) -> None:
+    fixed = any(node.target is _aten.as_strided.default for node in graph.nodes)
     moved = False
     for node in list(graph.nodes):
-        if node.target is _mul and (norm := _norm_at(node)) is not None:
+        if node.target is _mul and (norm := _norm_at(node, fixed)) is not None:
             moved = _fuse(graph, norm, node) or moved
     for node in graph.nodes if moved else ():
-        if node.target is _view:  # it was possible in the strides that were
+        if node.target is _view and not is_written(node):  # it was possible in the strides that were
             node.target = _aten.reshape.default
 
 
-def _norm_at(t_hat: Any) -> _Norm | None:
-    """The layer norm whose t̂ the node is, if the kernel can stand for all of it."""
+def _norm_at(t_hat: Any, fixed: bool) -> _Norm | None:
+    """The layer norm whose t̂ the node is, if the kernel can stand for all of it, with `fixed` strides as they are."""
     found: dict[str, Any] = {}
     inner: dict[Any, Any] = {}
     if not _match(_T_HAT, t_hat, found, inner):
@@ -91,7 +97,7 @@ def _norm_at(t_hat: Any) -> _Norm | None:
     statistics = next(n for n, pattern in inner.items() if pattern is _STATISTICS)
     if not over_rows or statistics.kwargs != {"correction": 0, "keepdim": True}:
         return None
-    norm = _Norm(a, _source(found["t"]), found["eps"], set(inner))
+    norm = _Norm(a, _source(found["t"]), found["eps"], set(inner), _value if fixed else _row_major)
     x_hat = next(n for n, pattern in inner.items() if pattern is _X_HAT)
     _find_gradients(norm, x_hat, t_hat)
     _find_tangent(norm, t_hat)
@@ -102,8 +108,8 @@ def _norm_at(t_hat: Any) -> _Norm | None:
     served = all(user in norm.inner or user in outside for n in norm.inner for user in n.users)
     if not served or norm.ratio is None or not all(z < t_hat for z in operands) or any(map(_is_written, signals)):
         return None
-    fits = layer_norm.fits(*map(_row_major, signals)) and _value(norm.ratio).dtype == torch.float32
-    return norm if fits else None
+    fits = layer_norm.fits(*map(norm.placed, signals)) and all(norm.placed(z).is_contiguous() for z in norm.t_u)
+    return norm if fits and _value(norm.ratio).dtype == torch.float32 else None
 
 
 def _find_gradients(norm: _Norm, x_hat: Any, t_hat: Any) -> None:
@@ -194,7 +200,7 @@ def _parts(norm: _Norm, t_hat: Any) -> tuple[list[Any], list[Any]]:
     if t.target is not _aten.add.Tensor or t.kwargs or not all(isinstance(z, Node) for z in t.args):
         return [t, None], []
     others = [n for n in t.users if n not in norm.inner and not (n.target is _copy and set(n.users) <= norm.inner)]
-    fits = layer_norm.fits(*map(_row_major, (norm.a, *t.args))) and not any(is_written(z) for z in t.args)
+    fits = layer_norm.fits(*map(norm.placed, (norm.a, *t.args))) and not any(map(_is_written, t.args))
     if fits and all(t_hat < n for n in others) and not any(map(_is_elementwise, t.args)):
         return list(t.args), others
     return [t, None], []

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .rounding_triton import rounded_randomly
 
-PROGRAMS = 132 * 8  # at most; 4 warps each, an H200 holds about so many
+PROGRAMS = 132 * 6  # at most: so many, of 4 warps and 80 registers, an H200 holds at once
 BLOCK = 1024  # numbers, if they are whole rows: 8 a thread, so that 16 bytes of bfloat16 are read at once
 
 
