@@ -29,9 +29,6 @@ from .precision import HALF
 WARM_UP = 3  # runs before a CUDA graph is recorded
 Fn = Callable[..., Sequence[Tensor]]
 
-compiling: Callable[[], Any] = contextlib.nullcontext
-"""A context around the compiler's work, for which no GPU is needed: whoever shares one may give it away meanwhile."""
-
 _aten = torch.ops.aten
 _VIEWS = {_aten.detach.default, _aten.alias.default}
 _VALUES = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default}
@@ -154,38 +151,23 @@ def capture(
     graph: replay it as a CUDA graph; default: if the inputs are on a GPU. restore: a context that puts back what fn
     writes to (buffers), because tracing and warming up run it. kernels=False: the framework's kernels alone.
     """
-    clock = _Clock()
+    started = time.perf_counter()
     on_gpu = any(z.is_cuda for z in inputs)
     inputs = [z.detach().clone() for z in inputs]  # fn may write to them, and one given twice is two inputs
     with _on_device_of(inputs):
-        with clock, restore():
+        with restore():
             program = trace(fn, [z.clone() for z in inputs], kernels)
         if kernels and on_gpu:
             from .kernels.fuse import warm_up
 
-            with clock:
-                warm_up(program.graph.graph)
-        with compiling(), clock:
-            captured = Captured(program, _compiled(program, inputs), 0.0)
-        with clock, restore():
+            warm_up(program.graph.graph)
+        captured = Captured(program, _compiled(program, inputs), 0.0)
+        with restore():
             _check(program, captured.ungraphed(*(z.clone() for z in inputs)))
-        captured.compile_seconds = clock.seconds
+        captured.compile_seconds = time.perf_counter() - started
         if on_gpu if graph is None else graph:
             captured.record(inputs, restore)
     return captured
-
-
-class _Clock:
-    """Seconds within its contexts."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __enter__(self) -> None:
-        self.seconds -= time.perf_counter()
-
-    def __exit__(self, *_: Any) -> None:
-        self.seconds += time.perf_counter()
 
 
 def _on_device_of(inputs: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor
 from torch.nn import functional as F
 
 from .. import models
@@ -90,14 +91,13 @@ class Case:
         return {"image": self.image} if self.model == "vit" else {}
 
 
-def run(case: Case, ready: Callable[[], Any] = lambda: None) -> dict[str, Any]:
-    """Everything about a case, as it goes into its JSON file; `ready` is called before the first measurement."""
+def run(case: Case) -> dict[str, Any]:
+    """Everything about a case, as it goes into its JSON file."""
     case = case.settled()
     with settings(case), warnings.catch_warnings():
         warnings.simplefilter("ignore", NormalizationWarning)
         model, batch = case.make()
         forms, failures = prepare(case, model, batch)
-        ready()
         before = ceilings(case.device, batch[0].dtype)
         found = _measure(case, model, batch, forms)
         after = ceilings(case.device, batch[0].dtype)
@@ -117,6 +117,17 @@ def run(case: Case, ready: Callable[[], Any] = lambda: None) -> dict[str, Any]:
         "exact_against_double_backward": agreement,
         "methods": {name: found[name] for name in case.methods},
     }
+
+
+def compile_times(case: Case, method: str) -> dict[str, float | None]:
+    """Seconds to compile each candidate for a method's best form; what was compiled stays in the caches on disk.
+
+    Without the kernels' tuned parameters, though: other cases may be using the GPU.
+    """
+    case = case.settled()
+    with settings(case), warnings.catch_warnings(), inductor.patch(autotune_local_cache=False):
+        warnings.simplefilter("ignore", NormalizationWarning)
+        return {form.how: form.compile_seconds for form in best(method, *case.make())}
 
 
 Forms = dict[tuple[str, str], Form]

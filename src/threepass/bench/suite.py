@@ -1,12 +1,12 @@
 """Many cases, each in a process of its own and written as soon as it is done."""
 
-import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,9 @@ import torch
 
 from .case import Case
 from .tables import text
-from .worker import READY, to_json
+from .worker import to_json
 
 PATIENCE = 1800  # seconds for a case
-AT_ONCE = 8  # cases
 THREE: dict[str, Any] = {"methods": ("plain", "paper", "exact"), "eager": False, "rounds": 9}
 FOUR: dict[str, Any] = THREE | {"methods": ("plain", "paper", "exact", "alpha1")}
 VIT_TINY = {"depth": 12}
@@ -43,70 +42,54 @@ def suite(which: str, out: Path) -> list[Path]:
 
 
 def run_all(cases: Mapping[str, Case], out: Path, at_once: int | None = None) -> list[Path]:
-    """Measures one case after the other, into out/NAME.json; on a GPU they are compiled together before.
+    """Measures one case after the other, into out/NAME.json; on a GPU their methods are compiled at once before.
 
-    Only one process at a time uses the GPU, though: cuDNN keeps the first kernel that it chose for a convolution, and
-    one that it chose on a busy GPU made plain training up to 1.4x slower.
+    That fills the compilers' caches on disk, and gives the seconds that compiling takes (beside others). Measuring is
+    for one process at a time: cuDNN keeps the first kernel that it chose for a convolution, and one that it chose on a
+    busy GPU made plain training up to 1.4x slower.
     """
     out.mkdir(parents=True, exist_ok=True)
-    todo = list(cases.items())
-    size = at_once or (AT_ONCE if any(case.settled().device == "cuda" for case in cases.values()) else 1)
+    cases = {name: case.settled() for name, case in cases.items()}
+    if at_once is None:
+        at_once = (os.cpu_count() or 1) // 2 if any(case.device == "cuda" for case in cases.values()) else 0
+    took = compiled(cases, at_once) if at_once else {}
     files = []
-    for start in range(0, len(todo), size):
-        with tempfile.TemporaryDirectory() as folder:
-            group = [(name, case, _Worker(case, Path(folder, name))) for name, case in todo[start : start + size]]
-            for _, _, worker in group:
-                worker.prepared()
-            for name, case, worker in group:
-                report = worker.report()
-                about = {"case": json.loads(to_json(case))} if "fails" in report else {}
-                file = out / f"{name}.json"
-                file.write_text(json.dumps(about | report | {"compiled_at_once": len(group)}, indent=1) + "\n")
-                files.append(file)
-                print(text(about | report), flush=True)
+    for name, case in cases.items():
+        report = _in_a_process(case)
+        if "fails" in report:
+            report = {"case": json.loads(to_json(case)), **report}
+        for method, rows in report.get("methods", {}).items():
+            for row in (rows[place] for place in ("best", "second") if "how" in rows.get(place, {})):
+                row["compile_seconds"] = took.get((name, method), {}).get(row["how"], row["compile_seconds"])
+        report["compiled_at_once"] = at_once or 1
+        file = out / f"{name}.json"
+        file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        files.append(file)
+        print(text(report), flush=True)
     return files
 
 
-class _Worker:
-    """A worker's process."""
+def compiled(cases: Mapping[str, Case], at_once: int) -> dict[tuple[str, str], dict[str, Any]]:
+    """Compiles every method's best form, several processes at a time; the seconds by case and method, and by form."""
+    todo = [(name, method) for name, case in cases.items() if case.best for method in case.methods]
+    with ThreadPoolExecutor(at_once) as pool:
+        return dict(zip(todo, pool.map(lambda key: _in_a_process(cases[key[0]], key[1]), todo), strict=True))
 
-    def __init__(self, case: Case, folder: Path):
-        folder.mkdir()
-        self.out, self.words = folder / "out.json", folder / "stderr"
-        command = [
-            sys.executable,
-            "-m",
-            "threepass.bench.worker",
-            to_json(case),
-            str(self.out),
-            str(folder.parent / "lock"),
-        ]
-        with self.words.open("w") as words:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, text=True
-            )
-        self.timer = threading.Timer(PATIENCE, self.process.kill)
-        self.timer.start()
 
-    def prepared(self) -> None:
-        """Waits until it is ready to measure, or dead."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.strip() == READY:
-                return
-
-    def report(self) -> dict[str, Any]:
-        """What it measures now, or {"fails": its last words}."""
-        with contextlib.suppress(BrokenPipeError):  # dead
-            self.process.communicate("go\n")
-        late = not self.timer.is_alive()
-        self.timer.cancel()
-        if late:
+def _in_a_process(case: Case, *method: str) -> dict[str, Any]:
+    """What the worker wrote, or {"fails": its last words}."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out.json")
+        command = [sys.executable, "-m", "threepass.bench.worker", to_json(case), str(out), *method]
+        few = {"TORCHINDUCTOR_COMPILE_THREADS": "2"} if method else {}  # others compile at the same time
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=os.environ | few)
+        except subprocess.TimeoutExpired:
             return {"fails": f"not done after {PATIENCE} s"}
-        if self.process.returncode or not self.out.exists():
-            words = self.words.read_text().strip().splitlines()
-            return {"fails": words[-1] if words else f"exit code {self.process.returncode}"}
-        return json.loads(self.out.read_text(encoding="utf-8"))
+        if done.returncode or not out.exists():
+            words = done.stderr.strip().splitlines()
+            return {"fails": words[-1] if words else f"exit code {done.returncode}"}
+        return json.loads(out.read_text(encoding="utf-8"))
 
 
 def slug(case: Case) -> str:

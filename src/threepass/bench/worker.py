@@ -1,22 +1,15 @@
-"""A case in a process of its own, so that a crash costs one result: `python -m threepass.bench.worker CASE OUT LOCK`.
+"""A case in a process of its own, so that a crash costs one result: `python -m threepass.bench.worker CASE OUT`.
 
-Compiling takes longest, and needs no GPU. Workers may therefore start together: the one that holds the lock on the file
-LOCK uses the GPU, and gives it away while its compiler works. One that has compiled everything prints `READY` and waits
-for a line before it measures.
+With a method behind that it is only compiled, into the caches on disk.
 """
 
-import contextlib
-import fcntl
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from .. import capture
-from .case import Case, run
-
-READY = "ready to measure"
+from .case import Case, compile_times, run
 
 
 def to_json(case: Case) -> str:
@@ -28,26 +21,10 @@ def from_json(text: str) -> Case:
     return Case(**values | {"methods": tuple(values["methods"])})
 
 
-def main(described: str, out: str, lock: str) -> None:
-    with open(lock, "w", encoding="utf-8") as file:
-
-        @contextlib.contextmanager
-        def given_away() -> Iterator[None]:
-            fcntl.flock(file, fcntl.LOCK_UN)
-            try:
-                yield
-            finally:
-                fcntl.flock(file, fcntl.LOCK_EX)
-
-        def ready() -> None:
-            with given_away():
-                print(READY, flush=True)
-                if not sys.stdin.readline():
-                    sys.exit("nobody waits for the result")
-
-        fcntl.flock(file, fcntl.LOCK_EX)
-        capture.compiling = given_away
-        Path(out).write_text(json.dumps(run(from_json(described), ready)), encoding="utf-8")
+def main(described: str, out: str, method: str | None = None) -> None:
+    case = from_json(described)
+    found: dict[str, Any] = run(case) if method is None else compile_times(case, method)
+    Path(out).write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":
