@@ -225,11 +225,11 @@ def test_slope_of_the_third_pass_is_one_in_a_compiled_bf16_step():
     assert slopes.std() / len(slopes) ** 0.5 < 0.1
 
 
-def bf16_slopes(kind, alpha, ratio, compile_, draws=16):
+def bf16_slopes(kind, alpha, ratio, compile_, draws=16, device="cpu"):
     """Over draws, all weights together. The loss is linear in the scores, so its factor sets |t| / |a|."""
-    model = net(kind).bfloat16()
-    scale = torch.ones((), dtype=torch.float64)
-    options, weights = Options(alpha), torch.tensor([alpha, 1 - alpha])
+    layout = torch.channels_last if kind == "conv" else torch.contiguous_format
+    model = net(kind).bfloat16().to(device, memory_format=layout)
+    options, weights = Options(alpha), torch.tensor([alpha, 1 - alpha], device=device)
 
     def step(x, r, scale, weights):
         found = run(model, lambda out, y: scale * loss_of_scale(1.0)(out, y), x, r, options, weights=tuple(weights))
@@ -242,10 +242,10 @@ def bf16_slopes(kind, alpha, ratio, compile_, draws=16):
             for p in model.parameters():
                 p.copy_(torch.randn(p.shape) / max(1, p[0].numel()) ** 0.5)
         x = torch.randn(BATCH, *((3, 8, 8) if kind == "conv" else (WIDTH,))).bfloat16()
-        r = torch.randn(BATCH, 10).bfloat16()
+        x, r = x.to(device, memory_format=layout), torch.randn(BATCH, 10).bfloat16().to(device)
         wide = copy.deepcopy(model).double()
         first = threepass.three_pass(wide, loss_of_scale(1.0), x.double(), r.double())
-        scale = torch.tensor(ratio * float(x.abs().max() / first.input_grad.abs().max()))
+        scale = torch.tensor(ratio * float(x.abs().max() / first.input_grad.abs().max()), device=device)
         exact = threepass.three_pass(wide, loss_of_scale(float(scale)), x.double(), r.double(), separate=True)
         inputs = [x, r, scale, weights]
         if captured is None:

@@ -84,6 +84,17 @@ def test_a_compiled_step_on_a_gpu_is_the_eager_one(name, mode):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["linear", "conv", "norm"])
+def test_slope_of_the_third_pass_is_one_in_a_compiled_bf16_step_on_a_gpu(kind):
+    if not torch.cuda.is_available():
+        pytest.skip("no accelerator here")
+    from test_capture import bf16_slopes
+
+    slopes = bf16_slopes(kind, 0.5, 1e-2, compile_=True, device="cuda")
+    assert abs(slopes.mean() - 1) <= 3 * slopes.std() / len(slopes) ** 0.5 + 0.02
+    assert slopes.std() / len(slopes) ** 0.5 < 0.1
+
+
 if __name__ == "__main__":
     found = main("cuda" if torch.cuda.is_available() else "cpu")
     print("\n".join(found) or f"{len(CASES)} cases agree")
