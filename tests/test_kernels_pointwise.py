@@ -35,3 +35,14 @@ def test_gated_sum(dtype):
     for operands in ((g, h, u), (g, h.contiguous(), u)):
         torch.testing.assert_close(torch.ops.threepass.gated_sum(*operands), torch.where(u > 0, g + h, 0.0))
     torch.library.opcheck(torch.ops.threepass.gated_sum.default, (g, h, u))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gated_sum_by_a_norm(dtype):
+    g, h, z = (torch.randn(2, 5, 7, 9).to(dtype).to(memory_format=torch.channels_last) for _ in range(3))
+    numbers = torch.randn(2, 5)
+    assert pointwise.can_gate(g, h, z, numbers=True) == interpreted
+    assert not pointwise.can_gate(g.contiguous(), h.contiguous(), z.contiguous(), numbers=True)
+    opened = (z.float() * numbers[0].view(-1, 1, 1) + numbers[1].view(-1, 1, 1)).to(dtype) > 0
+    found = torch.ops.threepass.gated_sum(g, h, z, numbers)
+    torch.testing.assert_close(found, torch.where(opened, g + h, 0.0))

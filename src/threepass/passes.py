@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from .kernels import pointwise
+from .kernels.pointwise import can_gate, rectified
 from .precision import accumulate_dtype, mix_of
 
 _aten = torch.ops.aten
@@ -175,15 +175,19 @@ def _put_again(graph: Graph, u: Node, reader: Node, target: Any, args: tuple[Any
 
 
 def keep_gated_sums(graph: Graph) -> None:
-    """The errors behind residual blocks, which several read, as tensors of their own."""
+    """The errors behind residual blocks, which several read, or a norm twice, as tensors of their own."""
     for node in graph.nodes:
-        if node.target is not _aten.threshold_backward.default or node.args[2] != 0 or len(node.users) == 1:
+        if node.target is not _aten.threshold_backward.default or node.args[2] != 0:
+            continue
+        if len(node.users) == 1 and "batch_norm_backward" not in str(next(iter(node.users)).target):
             continue
         total: Any = node.args[0]
         is_sum = total.target is _aten.add.Tensor and not total.kwargs and len(total.users) == 1
         made = is_sum and all(isinstance(n, Node) and not _is_elementwise(n) for n in total.args)
-        if made and pointwise.can_gate(*(n.meta["val"] for n in (*total.args, node.args[1]))):
-            put(node, torch.ops.threepass.gated_sum.default, (*total.args, node.args[1]))
+        u: Any = node.args[1]
+        z, numbers = u.args if u.target is rectified else (u, None)
+        if made and can_gate(*(n.meta["val"] for n in (*total.args, z)), numbers=numbers is not None):
+            put(node, torch.ops.threepass.gated_sum.default, (*total.args, z, numbers))
 
 
 _ACTIVATIONS = {_aten.gelu.default: _aten.gelu_backward.default, _aten.silu.default: _aten.silu_backward.default}
@@ -225,15 +229,6 @@ def _needs_values(n: Any, u: Node) -> bool:
     if n.target is _aten.convolution_backward.default:
         return n.args[1] is u and list(n.args[10]) == [False, True, False]
     return n.target is torch.ops.threepass.mix.default and n.args[0] is u and n.args[1] is not u
-
-
-def rectified(z: Tensor, numbers: Tensor) -> Tensor:
-    """max(w x̂ + b, 0), of a norm's input z and its numbers.
-
-    As good as z is: its own rounding moves w x̂ as much as that of `shift` does.
-    """
-    scale, shift = (n.view([-1] + [1] * (z.dim() - 2)) for n in numbers.unbind())
-    return (z * scale + shift).to(z.dtype).relu()
 
 
 def mark_gates(graph: Graph) -> None:

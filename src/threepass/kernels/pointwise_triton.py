@@ -31,17 +31,21 @@ def norm_numbers(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor
 
 
 @triton.jit
-def _gated_sum_kernel(g, h, u, out, count, BLOCK: tl.constexpr):
+def _gated_sum_kernel(g, h, u, numbers, out, count, C: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     total = tl.load(g + i, mask=inside, other=0.0).to(tl.float32) + tl.load(h + i, mask=inside, other=0.0).to(
         tl.float32
     )
-    opened = tl.load(u + i, mask=inside, other=0.0) > 0
-    tl.store(out + i, tl.where(opened, total, 0.0).to(out.dtype.element_ty), mask=inside)
+    z = tl.load(u + i, mask=inside, other=0.0)
+    if numbers is not None:
+        scale, shift = tl.load(numbers + i % C), tl.load(numbers + C + i % C)
+        z = (z.to(tl.float32) * scale + shift).to(u.dtype.element_ty)
+    tl.store(out + i, tl.where(z > 0, total, 0.0).to(out.dtype.element_ty), mask=inside)
 
 
-def gated_sum(g: Tensor, h: Tensor, u: Tensor) -> Tensor:
-    out = torch.empty_like(g)
-    _gated_sum_kernel[(triton.cdiv(g.numel(), 1024),)](g, h, u, out, g.numel(), BLOCK=1024, num_warps=4)
+def gated_sum(g: Tensor, h: Tensor, u: Tensor, numbers: Tensor | None) -> Tensor:
+    out, count = torch.empty_like(g), g.numel()
+    channels = 1 if numbers is None else numbers.shape[1]
+    _gated_sum_kernel[(triton.cdiv(count, 1024),)](g, h, u, numbers, out, count, C=channels, BLOCK=1024, num_warps=4)
     return out
