@@ -1,6 +1,6 @@
-"""Pass 3 through a layer norm as one operation: against autograd, the kernel against plain PyTorch, and in the graph.
+"""Layer norm's operations: against autograd, the kernels against plain PyTorch, and in the graph.
 
-The kernel runs in Triton's interpreter, in a process of its own, where Triton is there.
+The kernels run in Triton's interpreter, in a process of its own, where Triton is there.
 """
 
 import importlib.util
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning"
 CASES = [(3, 5, 24), (7, 192), (2, 9, 200), (2, 1, 1500)]  # rows that fill no block, columns that are no power of two
 RATIO = torch.tensor(0.03)
 OP = torch.ops.threepass.layer_norm_tangent.default
+BEND = torch.ops.threepass.layer_norm_bend.default
 
 
 def signals(shape, dtype=torch.float64) -> dict[str, Tensor]:
@@ -103,6 +104,45 @@ def test_operation_can_be_traced(dtype):
         assert OP in [node.target for node in graph.nodes]
 
 
+def bend_of(z, dtype, **changed):
+    z = {"a": z["a"], "t": z["t"], "d": z["d"], "r": z["t_2"], "w": z["w"]}
+    return layer_norm.bend(**{**z, "eps": 1e-5, "dtype": dtype, **changed})
+
+
+@pytest.mark.parametrize("changed", [{}, {"r": None}, {"w": None}, {"r": None, "w": None}], ids=str)
+@pytest.mark.parametrize("shape", CASES, ids=str)
+def test_plain_bend_against_autograd(shape, changed):
+    z = signals(shape)
+    w = changed.get("w", z["w"])
+    r = changed.get("r", z["t_2"])
+
+    def norm(a):  # written out: through the tangent of torch's own, autograd gives something else (seen in 2.13)
+        var, mean = torch.var_mean(a, -1, correction=0, keepdim=True)
+        x = (a - mean) / (var + 1e-5).sqrt()
+        return x if w is None else x * w
+
+    a = z["a"].clone().requires_grad_()
+    (expected,) = torch.autograd.grad((z["d"] * torch.func.jvp(norm, (a,), (z["t"],))[1]).sum(), a)  # < d , J t >
+    if r is not None:
+        expected = expected + torch.autograd.grad((r * norm(a)).sum(), a)[0]
+    bent, g = bend_of(z, torch.float64, **changed)
+    torch.testing.assert_close(bent, expected)
+    if r is None:
+        assert g.numel() == 0
+    else:
+        rows = list(range(len(shape) - 1))
+        x = F.layer_norm(z["a"], shape[-1:])
+        torch.testing.assert_close(g, torch.stack([(r * x).sum(rows), r.sum(rows)]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("missing", [(), ("r",), ("r", "w")], ids=str)
+def test_bend_can_be_traced(dtype, missing):
+    z = signals(CASES[0], dtype)
+    args = [None if name in missing else z[at] for name, at in zip("atdrw", ("a", "t", "d", "t_2", "w"), strict=True)]
+    torch.library.opcheck(BEND, (*args, 1e-5, dtype))
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_kernel_in_the_interpreter():
     code = "import test_kernels_layer_norm as t; t.check_kernel()"
@@ -124,6 +164,7 @@ def check_kernel() -> None:
         layer_norm_triton.PROGRAMS = programs
         for shape in CASES:
             _check_case(shape)
+            _check_bend(shape)
     check_unbiased()
 
 
@@ -166,6 +207,26 @@ def _check_case(shape) -> None:
     got, expected = call(z, torch.bfloat16), layer_norm._plain(*_positional(z, torch.bfloat16))
     torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
     assert got[3].dtype == torch.float32
+
+
+def _check_bend(shape) -> None:
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
+        z = signals(shape, dtype)
+        exact = {name: value.double() for name, value in z.items()}
+        for changed in ({}, {"w": None}, {"r": None}, {"r": None, "w": None}):
+            got, again = (bend_of(z, dtype, **changed) for _ in range(2))
+            for result, other, reference in zip(got, again, bend_of(exact, torch.float64, **changed), strict=True):
+                assert result.shape == reference.shape
+                assert torch.equal(result, other)
+                if result.numel():
+                    error = (result.double() - reference).norm() / reference.norm()
+                    assert error < (tolerance if result.dtype == dtype else 1e-6), (shape, dtype, changed, error)
+    # under autocast: a float32 stream, errors in bfloat16
+    z = signals(shape, torch.float32) | {name: signals(shape, torch.bfloat16)[name] for name in ("d", "t_2")}
+    for result, reference in zip(
+        bend_of(z, torch.float32), bend_of({n: v.double() for n, v in z.items()}, torch.float64), strict=True
+    ):
+        assert (result.double() - reference).norm() < 1e-6 * reference.norm()
 
 
 def _positional(z, dtype):
