@@ -207,18 +207,16 @@ def _sum_over_rows(product: Any, rows: list[int]) -> tuple[Any, Any]:
 
 
 def _sums_of(z: Any, rows: list[int], place: Any) -> list[Any]:
-    """z summed over rows behind a place, as rows of C in float32."""
+    """z summed over rows behind a place, as rows of C: in float32, if they are read so."""
     totals = [n for n in z.users if n.target is _sum and list(n.args[1:]) == [rows, True]]
     sums = [_only(total, _view, lambda n: _value(n).dim() == 1) for total in totals]
-    return [n for out in sums if out is not None and place < out for n in _in_float32(out)]
+    return [n for out in sums if out is not None and place < out for n in _as_read(out)]
 
 
-def _in_float32(z: Any) -> list[Any]:
-    """z, or all that read it, if that is in float32."""
-    if _value(z).dtype == torch.float32:
-        return [z]
+def _as_read(z: Any) -> list[Any]:
+    """z, or all that read it, if those are its copies in float32."""
     copies = list(z.users)
-    return copies if all(n.target is _copy and n.kwargs == {"dtype": torch.float32} for n in copies) else []
+    return copies if all(n.target is _copy and n.kwargs == {"dtype": torch.float32} for n in copies) else [z]
 
 
 def _find_tangent(norm: _Norm, t_hat: Any) -> None:
@@ -265,11 +263,11 @@ def _fuse(graph: Graph, norm: _Norm, t_hat: Any) -> bool:
         arguments = (*signals, norm.weight, norm.bias, norm.ratio, *options)
         call = graph.call_function(torch.ops.threepass.layer_norm_tangent.default, arguments)
         t_u, m, g, t = (graph.call_function(operator.getitem, (call, i)) for i in range(4))
-        g_w, g_b = (graph.call_function(_aten.select.int, (g, 0, i)) for i in range(2))
     moved = signals != list(given) or not all(_value(z).is_contiguous() for z in (norm.t, *norm.t_u, *norm.m))
-    for new, nodes in ((t_u, norm.t_u), (m, norm.m), (g_w, norm.g_w), (g_b, norm.g_b)):
+    for new, nodes in ((t_u, norm.t_u), (m, norm.m)):
         for node in nodes:
             _pass_on(node, new, list(node.users))
+    _pass_on_sums(graph, g, norm.g_w, norm.g_b)
     _pass_on(norm.t, t, later)
     for z in () if bend is None else bend.args[:4]:
         moved = (z is not None and _dense(graph, z) is not z) or moved
@@ -282,11 +280,22 @@ def _put_bend(graph: Graph, norm: _Norm, bend: _Bend) -> Node:
         arguments = (norm.a, norm.t, bend.d, bend.r, bend.weight, norm.eps, _value(bend.bent[0]).dtype)
         call = graph.call_function(torch.ops.threepass.layer_norm_bend.default, arguments)
         bent, g = (graph.call_function(operator.getitem, (call, i)) for i in range(2))
-        g_w, g_b = (graph.call_function(_aten.select.int, (g, 0, i)) for i in range(2))
-    for new, nodes in ((bent, bend.bent), (g_w, bend.g_w), (g_b, bend.g_b)):
-        for node in nodes:
-            _pass_on(node, new, list(node.users))
+    for node in bend.bent:
+        _pass_on(node, bent, list(node.users))
+    _pass_on_sums(graph, g, bend.g_w, bend.g_b)
     return call
+
+
+def _pass_on_sums(graph: Graph, g: Node, *gradients: list[Any]) -> None:
+    """The rows of g, in the formats that the gradients have."""
+    for i, nodes in enumerate(gradients):
+        for node in nodes:
+            with graph.inserting_after(g):
+                row = new = graph.call_function(_aten.select.int, (g, 0, i))
+            if _value(node).dtype != torch.float32:
+                with graph.inserting_after(row):
+                    new = graph.call_function(_copy, (row,), {"dtype": _value(node).dtype})
+            _pass_on(node, new, list(node.users))
 
 
 def _pass_on(node: Any, new: Node, readers: list[Any]) -> None:
