@@ -105,7 +105,7 @@ def test_operation_can_be_traced(dtype):
 
 
 def bend_of(z, dtype, **changed):
-    z = {"a": z["a"], "t": z["t"], "d": z["d"], "r": z["t_2"], "w": z["w"]}
+    z = {"a": z["a"], "t": z["t"], "d": z["d"], "r": z["t_2"], "r_2": None, "w": z["w"]}
     return layer_norm.bend(**{**z, "eps": 1e-5, "dtype": dtype, **changed})
 
 
@@ -127,6 +127,7 @@ def test_plain_bend_against_autograd(shape, changed):
         expected = expected + torch.autograd.grad((r * norm(a)).sum(), a)[0]
     bent, g = bend_of(z, torch.float64, **changed)
     torch.testing.assert_close(bent, expected)
+    torch.testing.assert_close(bend_of(z, torch.float64, **changed, r_2=z["d"])[0], expected + z["d"])
     if r is None:
         assert g.numel() == 0
     else:
@@ -136,10 +137,12 @@ def test_plain_bend_against_autograd(shape, changed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("missing", [(), ("r",), ("r", "w")], ids=str)
+@pytest.mark.parametrize("missing", [(), ("r", "s"), ("r", "w")], ids=str)
 def test_bend_can_be_traced(dtype, missing):
     z = signals(CASES[0], dtype)
-    args = [None if name in missing else z[at] for name, at in zip("atdrw", ("a", "t", "d", "t_2", "w"), strict=True)]
+    args = [
+        None if name in missing else z[at] for name, at in zip("atdrsw", ("a", "t", "d", "t_2", "t", "w"), strict=True)
+    ]
     torch.library.opcheck(BEND, (*args, 1e-5, dtype))
 
 
@@ -213,7 +216,13 @@ def _check_bend(shape) -> None:
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
         z = signals(shape, dtype)
         exact = {name: value.double() for name, value in z.items()}
-        for changed in ({}, {"w": None}, {"r": None}, {"r": None, "w": None}):
+        for changed in (
+            {},
+            {"w": None},
+            {"r": None},
+            {"r": None, "w": None},
+            {"r_2": z["b"].expand(shape).contiguous()},
+        ):
             got, again = (bend_of(z, dtype, **changed) for _ in range(2))
             for result, other, reference in zip(got, again, bend_of(exact, torch.float64, **changed), strict=True):
                 assert result.shape == reference.shape
@@ -344,6 +353,7 @@ def test_a_captured_step_with_the_operation_is_the_engines(net, exact):
         assert len(calls(program, BEND)) == (norms if exact else 0)
     if sums is not None:
         assert sum(node.args[1] is not None for node in calls(program)) == sums
+        assert sum(node.args[4] is not None for node in calls(program, BEND)) == (sums if exact else 0)
     torch.testing.assert_close(program(*inputs), eager(), rtol=1e-5, atol=1e-6)
 
 
@@ -361,7 +371,7 @@ def test_first_of_all_and_before_a_flat_loss():
 
     mixed = [*inputs, torch.tensor([0.5, 0.5])]
     program = trace(step, mixed)
-    assert [node.args[3] for node in calls(program, BEND)] == [None]
+    assert [node.args[3:5] for node in calls(program, BEND)] == [(None, None)]
     torch.testing.assert_close(program(*mixed), step(*inputs), rtol=1e-5, atol=1e-5)
 
 

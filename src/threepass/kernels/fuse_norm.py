@@ -1,7 +1,8 @@
 """Puts the layer norm's kernels into a captured step's graph, in place of what `rules/norm.py` writes in pass 3.
 
-The sum t_1 + t_2 of a residual connection goes with it. In exact mode the way back goes too, as the second kernel.
-Where x̂, 1 / std or t̂ has a reader that neither serves, the graph stays as it is.
+The sum t_1 + t_2 of a residual connection goes with it. In exact mode the way back goes too, as the second kernel, with
+the sum of R{d} over a residual connection. Where x̂, 1 / std or t̂ has a reader that neither serves, the graph stays as
+it is.
 
 The kernels' signals lie in memory row by row. Where others did, they are put so from the start; but not in a graph
 that looks at memory itself (`as_strided`, from operations in place).
@@ -77,6 +78,7 @@ class _Bend:
     weight: Any
     inner: set[Any]
     bent: list[Any]
+    other: Any = None  # what is added to the result
     g_w: list[Any] = field(default_factory=list)
     g_b: list[Any] = field(default_factory=list)
 
@@ -156,9 +158,9 @@ def _bend_at(known: dict[str, Any], norm: _Norm) -> _Bend | None:
     """The way back through the norm with x̂ and 1 / std as `known`, if the kernel can stand for it."""
     curved = next((n for m in known["rstd"].users if m.target is _neg for n in m.users), None)
     total = None if curved is None else _only(curved, _add, lambda n: not n.kwargs)
-    for pattern, node in (*zip(_BENT, (total, total), strict=True), *zip(_CURVED, (curved, curved), strict=True)):
-        found, inner = dict(known), {}
-        if _match(pattern, node, found, inner) and _source(found["t"]) is norm.t:
+    for pattern, node in zip((*_BENT, *_CURVED), (total, total, curved, curved), strict=True):
+        found, inner = dict(known), dict[Any, Any]()
+        if node is not None and _match(pattern, node, found, inner) and _source(found["t"]) is norm.t:
             break
     else:
         return None
@@ -173,7 +175,23 @@ def _bend_at(known: dict[str, Any], norm: _Norm) -> _Bend | None:
         return None
     early = all(z < bend.place for z in (*signals, *(() if weight is None else (weight,))))
     fits = layer_norm.fits(*map(norm.placed, signals)) and norm.placed(node).is_contiguous()
-    return bend if early and fits and not any(map(_is_written, signals)) else None
+    if not early or not fits or any(map(_is_written, signals)):
+        return None
+    _find_sum(norm, bend)
+    return bend
+
+
+def _find_sum(norm: _Norm, bend: _Bend) -> None:
+    """The residual branch's R{d}, if all that is done with the norm's is to add it to that."""
+    (bent, *more) = bend.bent
+    total = None if more else _only(bent, _add, lambda n: not n.kwargs and all(isinstance(z, Node) for z in n.args))
+    if total is None or total.args[0] is total.args[1] or _value(total).dtype != _value(bent).dtype:
+        return
+    (other,) = (z for z in total.args if z is not bent)
+    fits = layer_norm.fits(*map(norm.placed, (norm.a, other))) and norm.placed(total).is_contiguous()
+    if fits and other < bend.place and not _is_written(other) and not _is_elementwise(other):
+        bend.inner.add(bent)
+        bend.bent, bend.other = [total], other
 
 
 def _find_pulled_gradients(bend: _Bend, x_hat: Any) -> None:
@@ -269,7 +287,7 @@ def _fuse(graph: Graph, norm: _Norm, t_hat: Any) -> bool:
             _pass_on(node, new, list(node.users))
     _pass_on_sums(graph, g, norm.g_w, norm.g_b)
     _pass_on(norm.t, t, later)
-    for z in () if bend is None else bend.args[:4]:
+    for z in () if bend is None else bend.args[:5]:
         moved = (z is not None and _dense(graph, z) is not z) or moved
     return moved or (norm.bend is not None and not all(_value(z).is_contiguous() for z in norm.bend.bent))
 
@@ -277,7 +295,8 @@ def _fuse(graph: Graph, norm: _Norm, t_hat: Any) -> bool:
 def _put_bend(graph: Graph, norm: _Norm, bend: _Bend) -> Node:
     """Puts exact mode's call before all that it stands for."""
     with graph.inserting_before(bend.place):
-        arguments = (norm.a, norm.t, bend.d, bend.r, bend.weight, norm.eps, _value(bend.bent[0]).dtype)
+        signals = (norm.a, norm.t, bend.d, bend.r, bend.other)
+        arguments = (*signals, bend.weight, norm.eps, _value(bend.bent[0]).dtype)
         call = graph.call_function(torch.ops.threepass.layer_norm_bend.default, arguments)
         bent, g = (graph.call_function(operator.getitem, (call, i)) for i in range(2))
     for node in bend.bent:

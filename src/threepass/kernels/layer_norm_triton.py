@@ -78,10 +78,11 @@ def _tangent_kernel(t_1, t_2, a, d, w, b, ratio, t_sum, t_u, m, work, rows, part
 
 
 @triton.jit
-def _bend_kernel(a, t, d, r, w, bent, work, rows, part, eps, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def _bend_kernel(a, t, d, r, r_2, w, bent, work, rows, part, eps,
+                 C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """R{d_a} of `part` rows, and into work, [programs, 2, C], their sums of r x̂ and of r.
 
-    J is linear: R{d_a} = J z - x̂ mean(g J t) / std(a), z = w r - (mean(x̂ t) g + mean(x̂ g) t) / std(a).
+    J is linear: R{d_a} = J z - x̂ mean(g J t) / std(a) + r_2, z = w r - (mean(x̂ t) g + mean(x̂ g) t) / std(a).
     """
     column = tl.arange(0, BC)[None, :]
     known = column < C
@@ -101,6 +102,9 @@ def _bend_kernel(a, t, d, r, w, bent, work, rows, part, eps, C: tl.constexpr, BR
         e = tl.zeros((BR, BC), tl.float32)
         if r is not None:
             e = tl.load(r + here, mask=inside, other=0.0).to(tl.float32)
+        other = tl.zeros((BR, BC), tl.float32)
+        if r_2 is not None:
+            other = tl.load(r_2 + here, mask=inside, other=0.0).to(tl.float32)
         x = tl.where(known, x - _mean(x, C), 0.0)
         rstd = tl.rsqrt(_mean(x * x, C) + eps)
         x *= rstd
@@ -109,6 +113,7 @@ def _bend_kernel(a, t, d, r, w, bent, work, rows, part, eps, C: tl.constexpr, BR
         z = e * scale - rstd * (along_t * g + _mean(x * g, C) * s)
         along = _mean(x * z, C) + rstd * _mean(g * (s - x * along_t), C)
         z = rstd * (z - _mean(z, C) - x * along)
+        z = z.to(bent.dtype.element_ty).to(tl.float32) + other
         tl.store(bent + here, z.to(bent.dtype.element_ty), mask=inside)
         for_scale += tl.where(inside, e * x, 0.0)  # with eps = 0, x̂ is no number outside
         for_shift += e
@@ -145,13 +150,14 @@ def tangent(
 
 
 def bend(
-    a: Tensor, t: Tensor, d: Tensor, r: Tensor | None, w: Tensor | None, eps: float, bent: Tensor, g: Tensor | None
-) -> None:
+    a: Tensor, t: Tensor, d: Tensor, r: Tensor | None, r_2: Tensor | None, w: Tensor | None, eps: float,
+    bent: Tensor, g: Tensor | None,
+) -> None:  # fmt: skip
     """Into bent, (..., C), and g, (2, C): the sums of r x̂ and of r."""
     rows, part, shape = _blocks(a)
     programs = triton.cdiv(rows, part)
     work = None if g is None else a.new_empty((programs, g.numel()), dtype=torch.float32)
-    _bend_kernel[(programs,)](a, t, d, r, w, bent, work, rows, part, eps, **shape)
+    _bend_kernel[(programs,)](a, t, d, r, r_2, w, bent, work, rows, part, eps, **shape)
     _sum(work, g)
 
 
