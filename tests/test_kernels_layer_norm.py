@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from threepass import models
+from threepass import models, packed
 from threepass.capture import capture, trace
 from threepass.engine import run
 from threepass.kernels import layer_norm
@@ -389,6 +389,22 @@ def test_in_bfloat16_it_differs_by_rounding_alone(autocast, exact):
     assert dtypes == [torch.bfloat16] * 4 + [torch.float32 if autocast else torch.bfloat16]  # the last: to a mean
     apart = sum((a - b).square().sum() for a, b in zip(program(*inputs), without(*inputs), strict=True))
     assert apart < 1e-2**2 * sum(b.square().sum() for b in without(*inputs))
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_column_sums_are_the_operations_where_gradients_are_packed_in_bfloat16(monkeypatch):
+    """As on a GPU, where the gradients of a format are read as one tensor."""
+    monkeypatch.setattr(packed, "pays", lambda z: True)
+    step, inputs, _ = step_of("blocks", torch.bfloat16, exact=True)
+    program, without = trace(step, inputs), trace(step, inputs, kernels=False)
+    sums = [
+        sum(n.target is torch.ops.aten.sum.dim_IntList and n.args[1] == [0, 1] for n in p.graph.graph.nodes)
+        for p in (program, without)
+    ]
+    assert sums == [0, 4 * NETS["blocks"][1]]  # d mix, d, r x and r of each norm
+    for got, expected in zip(program(*inputs), without(*inputs), strict=True):
+        assert got.dtype == expected.dtype
+        assert (got - expected).norm() < 5e-2 * expected.norm()
 
 
 @pytest.mark.parametrize("exact", [False, True])
