@@ -1,9 +1,10 @@
-"""Puts the layer norm's kernel into a captured step's graph, in place of what `rules/norm.py` writes in pass 3.
+"""Puts the layer norm's kernels into a captured step's graph, in place of what `rules/norm.py` writes in pass 3.
 
-The sum t_1 + t_2 of a residual connection goes with it. Where x̂, 1 / std or t̂ has a reader that the kernel does not
-serve, as in exact mode, the graph stays as it is.
+The sum t_1 + t_2 of a residual connection goes with it. In exact mode the way back goes too, as the second kernel, with
+the sum of R{d} over a residual connection. Where x̂, 1 / std or t̂ has a reader that neither serves, the graph stays as
+it is.
 
-The kernel's signals lie in memory row by row. Where others did, they are put so from the start; but not in a graph
+The kernels' signals lie in memory row by row. Where others did, they are put so from the start; but not in a graph
 that looks at memory itself (`as_strided`, from operations in place).
 """
 
@@ -20,12 +21,13 @@ from ..passes import is_written
 from . import layer_norm
 
 _aten = torch.ops.aten
-_mul, _sub, _sum, _view = _aten.mul.Tensor, _aten.sub.Tensor, _aten.sum.dim_IntList, _aten.view.default
+_add, _mul, _sub, _neg = _aten.add.Tensor, _aten.mul.Tensor, _aten.sub.Tensor, _aten.neg.default
+_sum, _view = _aten.sum.dim_IntList, _aten.view.default
 _copy, _mix, _clone = _aten._to_copy.default, torch.ops.threepass.mix.default, _aten.clone.default
 
 # A pattern is (operation, *arguments); a name stands for any argument, the same one wherever it occurs.
 _STATISTICS = (_aten.var_mean.correction, "a", ["last"])
-_RSTD = (_aten.rsqrt.default, (_aten.add.Tensor, (operator.getitem, _STATISTICS, 0), "eps"))
+_RSTD = (_aten.rsqrt.default, (_add, (operator.getitem, _STATISTICS, 0), "eps"))
 _X_HAT = (_mul, (_sub, "a", (operator.getitem, _STATISTICS, 1)), _RSTD)
 
 
@@ -33,7 +35,23 @@ def _mean(z: Any) -> tuple[Any, ...]:
     return (_aten.div.Tensor, (_sum, z, ["last"], True), "count")
 
 
-_T_HAT = (_mul, _RSTD, (_sub, (_sub, "t", _mean("t")), (_mul, _X_HAT, _mean((_mul, _X_HAT, "t")))))
+def _jacobian(z: Any, x: Any = "x", rstd: Any = "rstd") -> tuple[Any, ...]:
+    return (_mul, rstd, (_sub, (_sub, z, _mean(z)), (_mul, x, _mean((_mul, x, z)))))
+
+
+def _curvature(g: Any) -> tuple[Any, ...]:
+    first, second = (_mul, "x", _mean((_mul, _jacobian(g), "t"))), (_mul, _mean((_mul, "x", "t")), _jacobian(g))
+    third = (_mul, _mean((_mul, "x", g)), _jacobian("t"))
+    return (_mul, (_neg, "rstd"), (_add, (_add, first, second), third))
+
+
+def _scaled(z: Any) -> tuple[Any, ...]:
+    return (_mul, z, (_view, "weight", "shape"))
+
+
+_T_HAT = _jacobian("t", _X_HAT, _RSTD)
+_CURVED = (_curvature(_scaled("d")), _curvature("d"))
+_BENT = ((_add, _jacobian(_scaled("r")), _CURVED[0]), (_add, _jacobian("r"), _CURVED[1]))
 
 
 def _match(pattern: Any, value: Any, found: dict[str, Any], inner: dict[Any, Any]) -> bool:
@@ -52,6 +70,25 @@ def _match(pattern: Any, value: Any, found: dict[str, Any], inner: dict[Any, Any
 
 
 @dataclass
+class _Bend:
+    """Exact mode's way back through a layer norm."""
+
+    d: Any
+    r: Any
+    weight: Any
+    inner: set[Any]
+    bent: list[Any]
+    other: Any = None  # what is added to the result
+    g_w: list[Any] = field(default_factory=list)
+    g_b: list[Any] = field(default_factory=list)
+
+    @property
+    def place(self) -> Any:
+        """The first of its nodes."""
+        return min(self.inner)
+
+
+@dataclass
 class _Norm:
     """Pass 3 through a layer norm: what goes in, the nodes inside, and those whose values come out."""
 
@@ -64,6 +101,7 @@ class _Norm:
     bias: Any = None
     d: Any = None
     ratio: Any = None
+    bend: _Bend | None = None
     t_u: list[Any] = field(default_factory=list)
     m: list[Any] = field(default_factory=list)
     g_w: list[Any] = field(default_factory=list)
@@ -98,13 +136,17 @@ def _norm_at(t_hat: Any, fixed: bool) -> _Norm | None:
     if not over_rows or statistics.kwargs != {"correction": 0, "keepdim": True}:
         return None
     norm = _Norm(a, _source(found["t"]), found["eps"], set(inner), _value if fixed else _row_major)
-    x_hat = next(n for n, pattern in inner.items() if pattern is _X_HAT)
+    x_hat, rstd = (next(n for n, pattern in inner.items() if pattern is kind) for kind in (_X_HAT, _RSTD))
+    norm.bend = _bend_at({"x": x_hat, "rstd": rstd, "last": found["last"], "count": found["count"]}, norm)
     _find_gradients(norm, x_hat, t_hat)
     _find_tangent(norm, t_hat)
     _find_mix(norm)
     outside = {*norm.t_u, *norm.g_w}
     signals = [z for z in (norm.a, norm.t, norm.d) if z is not None]
     operands = [z for z in (*signals, norm.weight, norm.bias, norm.ratio) if z is not None]
+    if norm.bend is not None:
+        norm.inner |= norm.bend.inner
+        outside |= {*norm.bend.bent, *norm.bend.g_w}
     served = all(user in norm.inner or user in outside for n in norm.inner for user in n.users)
     if not served or norm.ratio is None or not all(z < t_hat for z in operands) or any(map(_is_written, signals)):
         return None
@@ -112,28 +154,87 @@ def _norm_at(t_hat: Any, fixed: bool) -> _Norm | None:
     return norm if fits and _value(norm.ratio).dtype == torch.float32 else None
 
 
+def _bend_at(known: dict[str, Any], norm: _Norm) -> _Bend | None:
+    """The way back through the norm with x̂ and 1 / std as `known`, if the kernel can stand for it."""
+    curved = next((n for m in known["rstd"].users if m.target is _neg for n in m.users), None)
+    total = None if curved is None else _only(curved, _add, lambda n: not n.kwargs)
+    for pattern, node in zip((*_BENT, *_CURVED), (total, total, curved, curved), strict=True):
+        found, inner = dict(known), dict[Any, Any]()
+        if node is not None and _match(pattern, node, found, inner) and _source(found["t"]) is norm.t:
+            break
+    else:
+        return None
+    r, weight = found.get("r"), found.get("weight")
+    readers = list(node.users)
+    narrow = readers and all(n.target is _copy and n.kwargs == {"dtype": torch.bfloat16} for n in readers)
+    bend = _Bend(_source(found["d"]), _source(r), weight, set(inner), readers if narrow else [node])
+    bend.inner -= set(bend.bent)
+    _find_pulled_gradients(bend, known["x"])
+    signals = [z for z in (norm.a, norm.t, bend.d, bend.r) if z is not None]
+    if weight is not None and _value(weight).shape != _value(norm.a).shape[-1:]:
+        return None
+    early = all(z < bend.place for z in (*signals, *(() if weight is None else (weight,))))
+    fits = layer_norm.fits(*map(norm.placed, signals)) and norm.placed(node).is_contiguous()
+    if not early or not fits or any(map(_is_written, signals)):
+        return None
+    _find_sum(norm, bend)
+    return bend
+
+
+def _find_sum(norm: _Norm, bend: _Bend) -> None:
+    """The residual branch's R{d}, if all that is done with the norm's is to add it to that."""
+    (bent, *more) = bend.bent
+    total = None if more else _only(bent, _add, lambda n: not n.kwargs and all(isinstance(z, Node) for z in n.args))
+    if total is None or total.args[0] is total.args[1] or _value(total).dtype != _value(bent).dtype:
+        return
+    (other,) = (z for z in total.args if z is not bent)
+    fits = layer_norm.fits(*map(norm.placed, (norm.a, other))) and norm.placed(total).is_contiguous()
+    if fits and other < bend.place and not _is_written(other) and not _is_elementwise(other):
+        bend.inner.add(bent)
+        bend.bent, bend.other = [total], other
+
+
+def _find_pulled_gradients(bend: _Bend, x_hat: Any) -> None:
+    """sum r x̂ and sum r, over rows, as rows of C."""
+    products = [n for n in x_hat.users if n.target is _mul and n not in bend.inner and _source(n.args[1]) is bend.r]
+    rows = list(range(_value(x_hat).dim() - 1))
+    for product in products[:1] if bend.r is not None else ():
+        total, out = _sum_over_rows(product, rows)
+        if out is not None:
+            bend.g_w = [out]
+            bend.inner |= {product, total}
+            bend.g_b = _sums_of(product.args[1], rows, bend.place)
+
+
 def _find_gradients(norm: _Norm, x_hat: Any, t_hat: Any) -> None:
     """sum d mix(x̂, t̂) and sum d, over rows, as rows of C."""
     rows = list(range(_value(x_hat).dim() - 1))
     for mix in [n for n in t_hat.users if n.target is _mix and n.args[:2] == (x_hat, t_hat)]:
         product = _only(mix, _mul, lambda n, mix=mix: n.args[0] is mix and _value(n.args[1]).shape == _value(n).shape)
-        total = _only(product, _sum, lambda n: list(n.args[1:]) == [rows, True] and not n.kwargs)
-        out = _only(total, _view, lambda n: _value(n).dim() == 1)
+        total, out = _sum_over_rows(product, rows)
         if out is not None and norm.d is None and norm.agrees(mix.args[2]):
-            d = product.args[1]
-            norm.d, norm.g_w = _source(d), [out]
+            norm.d, norm.g_w = _source(product.args[1]), [out]
             norm.inner |= {mix, product, total}
-            for total in [n for n in d.users if n.target is _sum and list(n.args[1:]) == [rows, True]]:
-                out = _only(total, _view, lambda n: _value(n).dim() == 1)
-                norm.g_b += [] if out is None or out < t_hat else _in_float32(out)
+            norm.g_b = _sums_of(product.args[1], rows, t_hat)
 
 
-def _in_float32(z: Any) -> list[Any]:
-    """z, or all that read it, if that is in float32."""
-    if _value(z).dtype == torch.float32:
-        return [z]
+def _sum_over_rows(product: Any, rows: list[int]) -> tuple[Any, Any]:
+    """The sum that alone reads a product, and what alone reads that, if it is a row of C."""
+    total = _only(product, _sum, lambda n: list(n.args[1:]) == [rows, True] and not n.kwargs)
+    return total, _only(total, _view, lambda n: _value(n).dim() == 1)
+
+
+def _sums_of(z: Any, rows: list[int], place: Any) -> list[Any]:
+    """z summed over rows behind a place, as rows of C: in float32, if they are read so."""
+    totals = [n for n in z.users if n.target is _sum and list(n.args[1:]) == [rows, True]]
+    sums = [_only(total, _view, lambda n: _value(n).dim() == 1) for total in totals]
+    return [n for out in sums if out is not None and place < out for n in _as_read(out)]
+
+
+def _as_read(z: Any) -> list[Any]:
+    """z, or all that read it, if those are its copies in float32."""
     copies = list(z.users)
-    return copies if all(n.target is _copy and n.kwargs == {"dtype": torch.float32} for n in copies) else []
+    return copies if all(n.target is _copy and n.kwargs == {"dtype": torch.float32} for n in copies) else [z]
 
 
 def _find_tangent(norm: _Norm, t_hat: Any) -> None:
@@ -170,7 +271,8 @@ def _find_mix(norm: _Norm) -> None:
 
 
 def _fuse(graph: Graph, norm: _Norm, t_hat: Any) -> bool:
-    """Puts the call before t̂; whether a signal has other strides than it had."""
+    """Puts the call before t̂, and exact mode's; whether a signal has other strides than it had."""
+    bend = None if norm.bend is None else _put_bend(graph, norm, norm.bend)
     parts, later = _parts(norm, t_hat)
     given = (*parts, norm.a, norm.d)
     signals = [None if z is None else _dense(graph, z) for z in given]
@@ -179,13 +281,40 @@ def _fuse(graph: Graph, norm: _Norm, t_hat: Any) -> bool:
         arguments = (*signals, norm.weight, norm.bias, norm.ratio, *options)
         call = graph.call_function(torch.ops.threepass.layer_norm_tangent.default, arguments)
         t_u, m, g, t = (graph.call_function(operator.getitem, (call, i)) for i in range(4))
-        g_w, g_b = (graph.call_function(_aten.select.int, (g, 0, i)) for i in range(2))
     moved = signals != list(given) or not all(_value(z).is_contiguous() for z in (norm.t, *norm.t_u, *norm.m))
-    for new, nodes in ((t_u, norm.t_u), (m, norm.m), (g_w, norm.g_w), (g_b, norm.g_b)):
+    for new, nodes in ((t_u, norm.t_u), (m, norm.m)):
         for node in nodes:
             _pass_on(node, new, list(node.users))
+    _pass_on_sums(graph, g, norm.g_w, norm.g_b)
     _pass_on(norm.t, t, later)
-    return moved
+    for z in () if bend is None else bend.args[:5]:
+        moved = (z is not None and _dense(graph, z) is not z) or moved
+    return moved or (norm.bend is not None and not all(_value(z).is_contiguous() for z in norm.bend.bent))
+
+
+def _put_bend(graph: Graph, norm: _Norm, bend: _Bend) -> Node:
+    """Puts exact mode's call before all that it stands for."""
+    with graph.inserting_before(bend.place):
+        signals = (norm.a, norm.t, bend.d, bend.r, bend.other)
+        arguments = (*signals, bend.weight, norm.eps, _value(bend.bent[0]).dtype)
+        call = graph.call_function(torch.ops.threepass.layer_norm_bend.default, arguments)
+        bent, g = (graph.call_function(operator.getitem, (call, i)) for i in range(2))
+    for node in bend.bent:
+        _pass_on(node, bent, list(node.users))
+    _pass_on_sums(graph, g, bend.g_w, bend.g_b)
+    return call
+
+
+def _pass_on_sums(graph: Graph, g: Node, *gradients: list[Any]) -> None:
+    """The rows of g, in the formats that the gradients have."""
+    for i, nodes in enumerate(gradients):
+        for node in nodes:
+            with graph.inserting_after(g):
+                row = new = graph.call_function(_aten.select.int, (g, 0, i))
+            if _value(node).dtype != torch.float32:
+                with graph.inserting_after(row):
+                    new = graph.call_function(_copy, (row,), {"dtype": _value(node).dtype})
+            _pass_on(node, new, list(node.users))
 
 
 def _pass_on(node: Any, new: Node, readers: list[Any]) -> None:

@@ -8,8 +8,13 @@
 
 a, t, d, t_u, m: (..., C), where d is the error of u; w, b, g_w, g_b: (C); k: a float32 scalar.
 
-A custom operation (`torch.ops.threepass`), which the compiler takes as it is. Where `fits` says so it is a Triton
-kernel (`layer_norm_triton.py`), which reads and writes each signal once, else plain PyTorch.
+Exact mode's way back, from r = R{d} of u to that of a, is another. With J z = (z - mean(z) - x̂ mean(x̂ z)) / std(a),
+
+    R{d_a} = J (w r) - (x̂ mean(t J g) + mean(x̂ t) J g + mean(x̂ g) J t) / std(a) + r_2,   g = w d
+    g_w    = sum r x̂,  g_b = sum r                 over all rows, in float32; r_2: of a residual branch, or none
+
+Custom operations (`torch.ops.threepass`), which the compiler takes as they are. Where `fits` says so they are Triton
+kernels (`layer_norm_triton.py`), which read and write each signal once, else plain PyTorch.
 """
 
 import torch
@@ -124,3 +129,74 @@ def _plain(t, t_2, a, d, w, b, ratio, eps, dtype, seed, mixes, keeps) -> tuple[T
         rows = list(range(a.dim() - 1))
         g[0], g[1] = (d * (x + ratio * t)).sum(rows), d.sum(rows, dtype=g.dtype)
     return t_u, m, g, t_sum
+
+
+def bend(
+    a: Tensor,
+    t: Tensor,
+    d: Tensor,
+    r: Tensor | None,
+    r_2: Tensor | None,
+    w: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """(R{d_a}, (g_w, g_b)): R{d_a} in `dtype`, before r_2 is added and after; without r the gradients are empty."""
+    return torch.ops.threepass.layer_norm_bend(a, t, d, r, r_2, w, eps, dtype)
+
+
+@custom_op("threepass::layer_norm_bend", mutates_args=())
+def _bend(
+    a: Tensor,
+    t: Tensor,
+    d: Tensor,
+    r: Tensor | None,
+    r_2: Tensor | None,
+    w: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    if fits(a, t, d, *(z for z in (r, r_2) if z is not None)) and dtype in (torch.float32, torch.bfloat16):
+        from . import layer_norm_triton
+
+        bent, g = _empty_bend(a, r, dtype)
+        w = None if w is None else w.contiguous()
+        layer_norm_triton.bend(a, t, d, r, r_2, w, eps, bent, g if g.numel() else None)
+        return bent, g
+    return _plain_bend(a, t, d, r, r_2, w, eps, dtype)
+
+
+@_bend.register_fake
+def _(a, t, d, r, r_2, w, eps, dtype):
+    return _empty_bend(a, r, dtype)
+
+
+def _empty_bend(a: Tensor, r: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    columns = (2, a.shape[-1]) if r is not None else 0
+    return a.new_empty(a.shape, dtype=dtype), a.new_empty(columns, dtype=accumulate_dtype(a.dtype))
+
+
+def _plain_bend(a, t, d, r, r_2, w, eps, dtype) -> tuple[Tensor, Tensor]:
+    """The operation in plain PyTorch."""
+    bent, sums = _empty_bend(a, r, dtype)
+    a, t, d = (z.to(accumulate_dtype(z.dtype)) for z in (a, t, d))
+    var, mean = torch.var_mean(a, -1, correction=0, keepdim=True)
+    rstd = (var + eps).rsqrt()
+    x = (a - mean) * rstd
+
+    def along(z: Tensor, other: Tensor) -> Tensor:
+        return (z * other).mean(-1, keepdim=True)
+
+    def jacobian(z: Tensor) -> Tensor:
+        return rstd * (z - z.mean(-1, keepdim=True) - x * along(x, z))
+
+    g = d if w is None else d * w
+    d_a = jacobian(g)
+    total = -rstd * (x * along(d_a, t) + along(x, t) * d_a + along(x, g) * jacobian(t))
+    if r is not None:
+        r = r.to(accumulate_dtype(r.dtype))
+        total = total + jacobian(r if w is None else r * w)
+        rows = list(range(a.dim() - 1))
+        sums[0], sums[1] = (r * x).sum(rows), r.sum(rows)
+    bent.copy_(total)
+    return bent if r_2 is None else (bent + r_2).to(dtype), sums

@@ -1,4 +1,6 @@
-"""The Triton kernel behind `layer_norm.py`: pass 3 through a layer norm, each signal read or written once.
+"""The Triton kernels behind `layer_norm.py`: pass 3 through a layer norm, and exact mode's way back.
+
+Each signal is read or written once.
 
 Memory is (rows, C). A program takes several blocks of whole rows, and holds in registers what it adds up over them for
 the scale's and the shift's gradient; a second kernel adds up the programs' sums in a fixed order. Offsets are 32-bit
@@ -76,6 +78,52 @@ def _tangent_kernel(t_1, t_2, a, d, w, b, ratio, t_sum, t_u, m, work, rows, part
 
 
 @triton.jit
+def _bend_kernel(a, t, d, r, r_2, w, bent, work, rows, part, eps,
+                 C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """R{d_a} of `part` rows, and into work, [programs, 2, C], their sums of r x̂ and of r.
+
+    J is linear: R{d_a} = J z - x̂ mean(g J t) / std(a) + r_2, z = w r - (mean(x̂ t) g + mean(x̂ g) t) / std(a).
+    """
+    column = tl.arange(0, BC)[None, :]
+    known = column < C
+    scale = tl.full((1, BC), 1.0, tl.float32)
+    if w is not None:
+        scale = tl.load(w + column, mask=known, other=0.0).to(tl.float32)
+    for_scale = tl.zeros((BR, BC), tl.float32)
+    for_shift = tl.zeros((BR, BC), tl.float32)
+    first = tl.program_id(0) * part
+    for start in range(first, min(rows, first + part), BR):
+        row = start + tl.arange(0, BR)[:, None]
+        here = row * C + column
+        inside = (row < rows) & known
+        x = tl.load(a + here, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(t + here, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(d + here, mask=inside, other=0.0).to(tl.float32) * scale
+        e = tl.zeros((BR, BC), tl.float32)
+        if r is not None:
+            e = tl.load(r + here, mask=inside, other=0.0).to(tl.float32)
+        other = tl.zeros((BR, BC), tl.float32)
+        if r_2 is not None:
+            other = tl.load(r_2 + here, mask=inside, other=0.0).to(tl.float32)
+        x = tl.where(known, x - _mean(x, C), 0.0)
+        rstd = tl.rsqrt(_mean(x * x, C) + eps)
+        x *= rstd
+        s = tl.where(known, s - _mean(s, C), 0.0)  # J t is the same
+        along_t = _mean(x * s, C)
+        z = e * scale - rstd * (along_t * g + _mean(x * g, C) * s)
+        along = _mean(x * z, C) + rstd * _mean(g * (s - x * along_t), C)
+        z = rstd * (z - _mean(z, C) - x * along)
+        z = z.to(bent.dtype.element_ty).to(tl.float32) + other
+        tl.store(bent + here, z.to(bent.dtype.element_ty), mask=inside)
+        for_scale += tl.where(inside, e * x, 0.0)  # with eps = 0, x̂ is no number outside
+        for_shift += e
+    if r is not None:
+        at = work + tl.program_id(0) * (2 * C) + tl.arange(0, BC)
+        tl.store(at, tl.sum(for_scale, 0), mask=tl.arange(0, BC) < C)
+        tl.store(at + C, tl.sum(for_shift, 0), mask=tl.arange(0, BC) < C)
+
+
+@triton.jit
 def _sum_kernel(work, g, parts, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
     """Sums [parts, C] over the parts, in a fixed order."""
     column = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -91,16 +139,39 @@ def tangent(
     eps: float, seed: int, t_sum: Tensor | None, t_u: Tensor, m: Tensor | None, g: Tensor | None,
 ) -> None:  # fmt: skip
     """Into t_sum, t_u and m, (..., C), and g, (2, C): the gradients of scale and shift."""
+    rows, part, shape = _blocks(a)
+    programs = triton.cdiv(rows, part)
+    work = None if g is None else a.new_empty((programs, g.numel()), dtype=torch.float32)
+    _tangent_kernel[(programs,)](
+        t, t_2, a, d, w, b, ratio, t_sum, t_u, m, work, rows, part, eps, seed,
+        HALF_SUM=t_2 is not None and t.dtype == t_2.dtype == torch.bfloat16, **shape,
+    )  # fmt: skip
+    _sum(work, g)
+
+
+def bend(
+    a: Tensor, t: Tensor, d: Tensor, r: Tensor | None, r_2: Tensor | None, w: Tensor | None, eps: float,
+    bent: Tensor, g: Tensor | None,
+) -> None:  # fmt: skip
+    """Into bent, (..., C), and g, (2, C): the sums of r x̂ and of r."""
+    rows, part, shape = _blocks(a)
+    programs = triton.cdiv(rows, part)
+    work = None if g is None else a.new_empty((programs, g.numel()), dtype=torch.float32)
+    _bend_kernel[(programs,)](a, t, d, r, r_2, w, bent, work, rows, part, eps, **shape)
+    _sum(work, g)
+
+
+def _blocks(a: Tensor) -> tuple[int, int, dict[str, int]]:
+    """The rows of a, how many of them a program takes, and a block's shape."""
     columns = a.shape[-1]
     rows, width = a.numel() // columns, triton.next_power_of_2(columns)
     block = max(1, BLOCK // width)
     part = triton.cdiv(triton.cdiv(rows, block), PROGRAMS) * block
-    programs = triton.cdiv(rows, part)
-    work = None if g is None else torch.empty((programs, 2 * columns), dtype=torch.float32, device=a.device)
-    _tangent_kernel[(programs,)](
-        t, t_2, a, d, w, b, ratio, t_sum, t_u, m, work, rows, part, eps, seed,
-        HALF_SUM=t_2 is not None and t.dtype == t_2.dtype == torch.bfloat16, C=columns, BR=block, BC=width,
-        num_warps=4 if width <= 1024 else 8,
-    )  # fmt: skip
-    if g is not None:
-        _sum_kernel[(triton.cdiv(2 * columns, 16),)](work, g, programs, C=2 * columns, BP=512, BC=16, num_warps=8)
+    return rows, part, {"C": columns, "BR": block, "BC": width, "num_warps": 4 if width <= 1024 else 8}
+
+
+def _sum(work: Tensor | None, g: Tensor | None) -> None:
+    """The programs' sums, added up."""
+    if work is not None and g is not None:
+        parts, columns = work.shape
+        _sum_kernel[(triton.cdiv(columns, 16),)](work, g, parts, C=columns, BP=512, BC=16, num_warps=8)
