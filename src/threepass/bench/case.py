@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._inductor import config as inductor
 from torch.nn import functional as F
 
 from .. import models
@@ -117,17 +116,6 @@ def run(case: Case) -> dict[str, Any]:
         "exact_against_double_backward": agreement,
         "methods": {name: found[name] for name in case.methods},
     }
-
-
-def compile_times(case: Case, method: str) -> dict[str, float | None]:
-    """Seconds to compile each candidate for a method's best form; what was compiled stays in the caches on disk.
-
-    Without the kernels' tuned parameters, though: other cases may be using the GPU.
-    """
-    case = case.settled()
-    with settings(case), warnings.catch_warnings(), inductor.patch(autotune_local_cache=False):
-        warnings.simplefilter("ignore", NormalizationWarning)
-        return {form.how: form.compile_seconds for form in best(method, *case.make())}
 
 
 Forms = dict[tuple[str, str], Form]

@@ -1,15 +1,11 @@
-"""A case in a process of its own, so that a crash costs one result: `python -m threepass.bench.worker CASE OUT`.
-
-With a method behind that it is only compiled, into the caches on disk.
-"""
+"""A case in a process of its own, so that a crash costs one result: `python -m threepass.bench.worker CASE OUT`."""
 
 import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from .case import Case, compile_times, run
+from .case import Case, run
 
 
 def to_json(case: Case) -> str:
@@ -21,11 +17,6 @@ def from_json(text: str) -> Case:
     return Case(**values | {"methods": tuple(values["methods"])})
 
 
-def main(described: str, out: str, method: str | None = None) -> None:
-    case = from_json(described)
-    found: dict[str, Any] = run(case) if method is None else compile_times(case, method)
-    Path(out).write_text(json.dumps(found), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    described, out = sys.argv[1:]
+    Path(out).write_text(json.dumps(run(from_json(described))), encoding="utf-8")
