@@ -28,7 +28,7 @@ SUITES = {
         Case("vit", VIT_TINY, batch=256, precision="bf16", **THREE),
         Case("mlp", batch=256, precision="tf32", **FOUR),
     ),
-    "cpu": (Case("plain20", batch=128, precision="float32", device="cpu", threads=2, rounds=9),),
+    "cpu": (Case("plain20", batch=128, precision="float32", device="cpu", threads=2, rounds=25),),
 }
 
 
