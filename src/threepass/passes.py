@@ -7,7 +7,9 @@ it, and a net of rectifiers needs no more memory than in plain training.
 
 Rectified norms. Of u = relu(norm(z)) passes 2 and 3 need no more than z and a few numbers a channel, and z they read
 anyhow: they make u again from it, in the kernels that read z. Plain training must keep u for a weight's gradient; here
-that takes the mix.
+that takes the mix. The same goes for smooth activations in pass 3.
+
+Residual errors. What comes back behind a residual block is read by many: it is made once, as a tensor of its own.
 
 Alphas. Inductor folds the sum of two matrix products into one call and forgets the factor of `add(a, b, alpha=c)` on
 the way (seen in torch 2.13), so that the factor becomes a product of its own.
@@ -197,7 +199,9 @@ def activate_again(graph: Graph) -> None:
     """From pass 3's mixes on, smooth activations from their inputs, which their tangents read anyhow."""
     place = {n: i for i, n in enumerate(graph.nodes)}
     for u in list(graph.nodes):
-        mixes = [place[n] for n in u.users if u.target in _ACTIVATIONS and _mixes_tangent(n, u)]
+        if u.target not in _ACTIVATIONS or is_written(u) or any(is_written(z) for z in u.all_input_nodes):
+            continue
+        mixes = [place[n] for n in u.users if _mixes_tangent(n, u)]
         for n in [n for n in u.users if mixes and place[n] >= min(mixes)]:
             if getattr(n.target, "is_view", False) and n.users:  # exact mode's second product reads a view of u
                 min(n.users, key=lambda user: place[user]).prepend(n)
