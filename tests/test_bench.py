@@ -19,8 +19,8 @@ from threepass.bench.limits import layers, total, work
 from threepass.bench.methods import METHODS, OPTIONS
 from threepass.capture import trace
 from threepass.engine import run
+from threepass.kernels.pointwise import rectified
 from threepass.options import Options
-from threepass.passes import rectified
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
 

@@ -3,13 +3,9 @@
 The kernels run in Triton's interpreter, in a process of its own, where Triton is there.
 """
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreter import interpreted, needs_triton
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -103,18 +99,13 @@ def test_operations_can_be_traced():
         assert op in [node.target for node in graph.nodes]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@needs_triton
 def test_kernels_in_the_interpreter():
-    code = "import test_kernels_conv as t; t.check_kernels()"
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    interpreted("import test_kernels_conv as t; t.check_kernels()")
 
 
 def check_kernels() -> None:
     """Kernels against plain PyTorch in float64; runs under TRITON_INTERPRET=1."""
-    torch.set_num_threads(1)
-    _mend_interpreter()
     for case in CASES:
         for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
             _check_case(case, dtype, tolerance)
@@ -162,28 +153,3 @@ def _check_rounding() -> None:
 
 def _as_tuple(z: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return z if isinstance(z, tuple) else (z,)
-
-
-def _mend_interpreter() -> None:
-    """Triton 3.6's interpreter multiplies bfloat16 as if it were uint16, and with NumPy 2.4 cannot count loops."""
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    multiply, patch = interpreter.InterpreterBuilder.create_dot, interpreter._patch_lang_tensor
-
-    def wide(z):
-        if z.dtype.scalar != tl.bfloat16:
-            return z
-        data = interpreter._convert_float(z.data, tl.bfloat16, tl.float32, None).view(np.float32)
-        return interpreter.TensorHandle(data, tl.float32)
-
-    def create_dot(self, a, b, *rest):
-        return multiply(self, wide(a), wide(b), *rest)
-
-    def patch_lang_tensor(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter.InterpreterBuilder.create_dot = create_dot
-    interpreter._patch_lang_tensor = patch_lang_tensor

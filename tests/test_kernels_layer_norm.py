@@ -3,13 +3,9 @@
 The kernels run in Triton's interpreter, in a process of its own, where Triton is there.
 """
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreter import interpreted, needs_triton
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -146,45 +142,21 @@ def test_bend_can_be_traced(dtype, missing):
     torch.library.opcheck(BEND, (*args, 1e-5, dtype))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@needs_triton
 def test_kernel_in_the_interpreter():
-    code = "import test_kernels_layer_norm as t; t.check_kernel()"
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    interpreted("import test_kernels_layer_norm as t; t.check_kernel()")
 
 
 def check_kernel() -> None:
     """Against plain PyTorch in float64; runs under TRITON_INTERPRET=1."""
-    from test_kernels_conv import _mend_interpreter
-
     from threepass.kernels import layer_norm_triton
 
-    torch.set_num_threads(1)
-    _mend_interpreter()
-    _round_to_nearest()
     for programs in (layer_norm_triton.PROGRAMS, 2):  # a block each, and loops over several
         layer_norm_triton.PROGRAMS = programs
         for shape in CASES:
             _check_case(shape)
             _check_bend(shape)
     check_unbiased()
-
-
-def _round_to_nearest() -> None:
-    """Triton 3.6's interpreter cuts bfloat16 off; a GPU rounds."""
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    convert = interpreter._convert_float
-
-    def nearest(z, given, wanted, mode):
-        if (given, wanted) != (tl.float32, tl.bfloat16):
-            return convert(z, given, wanted, mode)
-        return torch.from_numpy(z.view(np.float32).copy()).bfloat16().view(torch.int16).numpy().view(np.uint16)
-
-    interpreter._convert_float = nearest
 
 
 def _check_case(shape) -> None:

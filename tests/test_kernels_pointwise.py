@@ -1,13 +1,14 @@
-"""The small kernels, in Triton's interpreter where there is one, against plain PyTorch."""
+"""The small kernels against plain PyTorch."""
 
 import os
 
 import pytest
 import torch
+from interpreter import interpreted, needs_triton
 
 from threepass.kernels import pointwise
 
-interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def numbers_of(mean, rstd, weight, bias):
@@ -30,7 +31,7 @@ def test_norm_numbers(channels, dtype):
 def test_gated_sum(dtype):
     g, h, u = (torch.randn(2, 5, 7, 9).to(dtype).to(memory_format=torch.channels_last) for _ in range(3))
     u = u.relu()
-    assert pointwise.can_gate(g, h, u) == interpreted
+    assert pointwise.can_gate(g, h, u) == INTERPRETED
     assert not pointwise.can_gate(g, h.contiguous(), u)
     for operands in ((g, h, u), (g, h.contiguous(), u)):
         torch.testing.assert_close(torch.ops.threepass.gated_sum(*operands), torch.where(u > 0, g + h, 0.0))
@@ -41,8 +42,13 @@ def test_gated_sum(dtype):
 def test_gated_sum_by_a_norm(dtype):
     g, h, z = (torch.randn(2, 5, 7, 9).to(dtype).to(memory_format=torch.channels_last) for _ in range(3))
     numbers = torch.randn(2, 5)
-    assert pointwise.can_gate(g, h, z, numbers=True) == interpreted
+    assert pointwise.can_gate(g, h, z, numbers=True) == INTERPRETED
     assert not pointwise.can_gate(g.contiguous(), h.contiguous(), z.contiguous(), numbers=True)
     opened = (z.float() * numbers[0].view(-1, 1, 1) + numbers[1].view(-1, 1, 1)).to(dtype) > 0
     found = torch.ops.threepass.gated_sum(g, h, z, numbers)
     torch.testing.assert_close(found, torch.where(opened, g + h, 0.0))
+
+
+@needs_triton
+def test_kernels_in_the_interpreter():
+    interpreted(f"import pytest; assert pytest.main(['-q', '-k', 'norm_numbers or gated_sum', {__file__!r}]) == 0")

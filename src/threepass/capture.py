@@ -217,8 +217,7 @@ def _compiled(program: Program, inputs: Sequence[Tensor]) -> Callable[..., Any]:
             return "threepass.sums.2"  # the key of Inductor's cache on disk: another number for another pass
 
     # By itself the compiler learns too late that our operations read memory, and computes an input once more for each.
-    ours = [n.target for n in program.graph.graph.nodes if getattr(n.target, "namespace", "") == "threepass"]
-    needs_realized_inputs.update(ours)
+    needs_realized_inputs.update(n.target for n in program.graph.graph.nodes if passes.is_ours(n))
     with torch.no_grad(), config.patch(post_grad_custom_pre_pass=Share()):
         run: Any = compile_fx(program.graph, [*program.state, *inputs])
     return lambda values: run(*values)

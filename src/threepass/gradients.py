@@ -122,8 +122,13 @@ class Gradients:
 def _scaled(terms: Named, scale: Scale) -> Named:
     if isinstance(scale, float) and scale == 1:
         return terms
-    products = together(lambda g: g.to(accumulate_dtype(g.dtype)) * scale, list(terms.values()))
-    return dict(zip(terms, products, strict=True))
+
+    def product(g: Tensor) -> Tensor:
+        return g.to(accumulate_dtype(g.dtype)) * scale
+
+    grads = list(terms.values())
+    traced = isinstance(scale, Tensor)  # in a compiled step
+    return dict(zip(terms, together(product, grads) if traced else map(product, grads), strict=True))
 
 
 def _sum(parameter: Tensor, total: Tensor, *rest: Tensor) -> Tensor:

@@ -102,6 +102,11 @@ def _is_elementwise(node: Node) -> bool:
     return known or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
+def is_ours(node: Node) -> bool:
+    """Whether a node calls an operation of this library, which the compiler takes as it is."""
+    return getattr(node.target, "namespace", "") == "threepass"
+
+
 def is_random(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 

@@ -15,9 +15,6 @@ code the kernels were no faster, and took six times as long to compile. Where `f
 (`conv_triton.py`), else plain PyTorch.
 """
 
-import functools
-import importlib.util
-import os
 from collections.abc import Sequence
 
 import torch
@@ -25,6 +22,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from ..precision import HALF, accumulate_dtype
+from . import runs_on
 from .rounding import rounded_randomly
 
 _aten = torch.ops.aten
@@ -45,17 +43,6 @@ def fits(stride: int, *tensors: Tensor, weight: Sequence[int]) -> bool:
         and all(s.numel() > 0 and s.is_contiguous(memory_format=torch.channels_last) for s in tensors)
         and stride**2 * z.numel() // z.shape[1] * max(weight[:2]) < 2**31  # the kernels' offsets are 32-bit
     )
-
-
-def runs_on(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return _has_triton() and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1" and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _kernels():

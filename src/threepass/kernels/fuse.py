@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..passes import gated, marked, put, rectified
+from ..passes import gated, is_ours, marked, put
 from . import conv
+from .pointwise import rectified
 
 FEW, BARE, THIN = 64, 32, 4
 PIXELS, PIXELS_OF_WEIGHT = 2**16, 2**15  # of n * h' * w', at more than BARE channels
@@ -27,7 +28,6 @@ LIMITLESS = 2**31  # on the way back to an image's channels
 
 _aten = torch.ops.aten
 _GATES = (marked, _aten.threshold_backward.default)
-_OURS = ("conv3x3", "layer_norm")
 
 
 def fuse(graph: Graph) -> None:
@@ -141,7 +141,7 @@ def warm_up(graph: Graph) -> None:
     """Compiles the kernels that the graph calls, several at a time."""
     calls = {}
     for node in graph.nodes:
-        if getattr(node.target, "namespace", "") == "threepass" and any(k in str(node.target) for k in _OURS):
+        if is_ours(node):
             calls[str(node.target), str(torch.fx.map_arg((node.args, node.kwargs), _shape))] = node
 
     def call(node: Any) -> None:

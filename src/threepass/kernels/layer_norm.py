@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from ..precision import HALF, accumulate_dtype
-from .conv import runs_on
+from . import runs_on
 from .rounding import rounded_randomly
 
 _COLUMNS = 4096
@@ -42,6 +42,7 @@ def fits(a: Tensor, *signals: Tensor) -> bool:
     )
 
 
+@custom_op("threepass::layer_norm_tangent", mutates_args=())
 def tangent(
     t: Tensor,
     t_2: Tensor | None,
@@ -61,24 +62,6 @@ def tangent(
     What is not asked for is empty: m without `mixes`, the gradients without d, the sum without t_2 or `keeps`.
     The random bits are a hash of value, place and seed.
     """
-    return torch.ops.threepass.layer_norm_tangent(t, t_2, a, d, w, b, ratio, eps, dtype, seed, mixes, keeps)
-
-
-@custom_op("threepass::layer_norm_tangent", mutates_args=())
-def _tangent(
-    t: Tensor,
-    t_2: Tensor | None,
-    a: Tensor,
-    d: Tensor | None,
-    w: Tensor | None,
-    b: Tensor | None,
-    ratio: Tensor,
-    eps: float,
-    dtype: torch.dtype,
-    seed: int,
-    mixes: bool,
-    keeps: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if fits(a, t, *(z for z in (t_2, d) if z is not None)) and dtype in (torch.float32, torch.bfloat16):
         from . import layer_norm_triton
 
@@ -90,8 +73,8 @@ def _tangent(
     return _plain(t, t_2, a, d, w, b, ratio, eps, dtype, seed, mixes, keeps)
 
 
-@_tangent.register_fake
-def _(t, t_2, a, d, w, b, ratio, eps, dtype, seed, mixes, keeps):
+@tangent.register_fake
+def _(t, t_2, a, d, w, b, ratio, eps, dtype, seed, mixes=True, keeps=True):
     return _empty(t, t_2, a, d, dtype, mixes, keeps)
 
 
@@ -131,6 +114,7 @@ def _plain(t, t_2, a, d, w, b, ratio, eps, dtype, seed, mixes, keeps) -> tuple[T
     return t_u, m, g, t_sum
 
 
+@custom_op("threepass::layer_norm_bend", mutates_args=())
 def bend(
     a: Tensor,
     t: Tensor,
@@ -142,20 +126,6 @@ def bend(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """(R{d_a}, (g_w, g_b)): R{d_a} in `dtype`, before r_2 is added and after; without r the gradients are empty."""
-    return torch.ops.threepass.layer_norm_bend(a, t, d, r, r_2, w, eps, dtype)
-
-
-@custom_op("threepass::layer_norm_bend", mutates_args=())
-def _bend(
-    a: Tensor,
-    t: Tensor,
-    d: Tensor,
-    r: Tensor | None,
-    r_2: Tensor | None,
-    w: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
     if fits(a, t, d, *(z for z in (r, r_2) if z is not None)) and dtype in (torch.float32, torch.bfloat16):
         from . import layer_norm_triton
 
@@ -166,7 +136,7 @@ def _bend(
     return _plain_bend(a, t, d, r, r_2, w, eps, dtype)
 
 
-@_bend.register_fake
+@bend.register_fake
 def _(a, t, d, r, r_2, w, eps, dtype):
     return _empty_bend(a, r, dtype)
 

@@ -26,6 +26,28 @@ def _mean(z, C: tl.constexpr):
     return (tl.sum(z, 1) / C)[:, None]
 
 
+@triton.jit
+def _normalised(x, known, eps, C: tl.constexpr):
+    """x̂ and 1 / std of whole rows."""
+    x = tl.where(known, x - _mean(x, C), 0.0)
+    rstd = tl.rsqrt(_mean(x * x, C) + eps)
+    return x * rstd, rstd
+
+
+@triton.jit
+def _load(z, here, inside):
+    return tl.load(z + here, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_sums(work, for_scale, for_shift, C: tl.constexpr, BC: tl.constexpr):
+    """A program's two rows of column sums."""
+    column = tl.arange(0, BC)
+    at = work + tl.program_id(0) * (2 * C) + column
+    tl.store(at, tl.sum(for_scale, 0), mask=column < C)
+    tl.store(at + C, tl.sum(for_shift, 0), mask=column < C)
+
+
 @triton.jit(do_not_specialize=["seed"])
 def _tangent_kernel(t_1, t_2, a, d, w, b, ratio, t_sum, t_u, m, work, rows, part, eps, seed,
                     HALF_SUM: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):  # fmt: skip
@@ -35,9 +57,9 @@ def _tangent_kernel(t_1, t_2, a, d, w, b, ratio, t_sum, t_u, m, work, rows, part
     scale = tl.full((1, BC), 1.0, tl.float32)
     shift = tl.zeros((1, BC), tl.float32)
     if w is not None:
-        scale = tl.load(w + column, mask=known, other=0.0).to(tl.float32)
+        scale = _load(w, column, known)
     if b is not None:
-        shift = tl.load(b + column, mask=known, other=0.0).to(tl.float32)
+        shift = _load(b, column, known)
     k = tl.load(ratio)
     for_scale = tl.zeros((BR, BC), tl.float32)
     for_shift = tl.zeros((BR, BC), tl.float32)
@@ -46,20 +68,18 @@ def _tangent_kernel(t_1, t_2, a, d, w, b, ratio, t_sum, t_u, m, work, rows, part
         row = start + tl.arange(0, BR)[:, None]
         here = row * C + column
         inside = (row < rows) & known
-        x = tl.load(a + here, mask=inside, other=0.0).to(tl.float32)
-        t = tl.load(t_1 + here, mask=inside, other=0.0).to(tl.float32)
+        x = _load(a, here, inside)
+        t = _load(t_1, here, inside)
         e = tl.zeros((BR, BC), tl.float32)
         if t_2 is not None:
-            t += tl.load(t_2 + here, mask=inside, other=0.0).to(tl.float32)
+            t += _load(t_2, here, inside)
         if d is not None:  # here already: behind a store it would wait for that
-            e = tl.load(d + here, mask=inside, other=0.0).to(tl.float32)
+            e = _load(d, here, inside)
         if HALF_SUM:
             t = t.to(tl.bfloat16).to(tl.float32)
         if t_sum is not None:
             tl.store(t_sum + here, t.to(t_sum.dtype.element_ty), mask=inside)
-        x = tl.where(known, x - _mean(x, C), 0.0)
-        rstd = tl.rsqrt(_mean(x * x, C) + eps)
-        x *= rstd
+        x, rstd = _normalised(x, known, eps, C)
         t = tl.where(known, rstd * (t - _mean(t, C) - x * _mean(x * t, C)), 0.0)
         pushed = (t * scale).to(t_u.dtype.element_ty)
         tl.store(t_u + here, pushed, mask=inside)
@@ -72,9 +92,7 @@ def _tangent_kernel(t_1, t_2, a, d, w, b, ratio, t_sum, t_u, m, work, rows, part
         for_scale += tl.where(inside, e * (x + k * t), 0.0)  # with eps = 0, x̂ is no number outside
         for_shift += e
     if d is not None:
-        at = work + tl.program_id(0) * (2 * C) + tl.arange(0, BC)
-        tl.store(at, tl.sum(for_scale, 0), mask=tl.arange(0, BC) < C)
-        tl.store(at + C, tl.sum(for_shift, 0), mask=tl.arange(0, BC) < C)
+        _store_sums(work, for_scale, for_shift, C, BC)
 
 
 @triton.jit
@@ -88,7 +106,7 @@ def _bend_kernel(a, t, d, r, r_2, w, bent, work, rows, part, eps,
     known = column < C
     scale = tl.full((1, BC), 1.0, tl.float32)
     if w is not None:
-        scale = tl.load(w + column, mask=known, other=0.0).to(tl.float32)
+        scale = _load(w, column, known)
     for_scale = tl.zeros((BR, BC), tl.float32)
     for_shift = tl.zeros((BR, BC), tl.float32)
     first = tl.program_id(0) * part
@@ -96,18 +114,16 @@ def _bend_kernel(a, t, d, r, r_2, w, bent, work, rows, part, eps,
         row = start + tl.arange(0, BR)[:, None]
         here = row * C + column
         inside = (row < rows) & known
-        x = tl.load(a + here, mask=inside, other=0.0).to(tl.float32)
-        s = tl.load(t + here, mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(d + here, mask=inside, other=0.0).to(tl.float32) * scale
+        x = _load(a, here, inside)
+        s = _load(t, here, inside)
+        g = _load(d, here, inside) * scale
         e = tl.zeros((BR, BC), tl.float32)
         if r is not None:
-            e = tl.load(r + here, mask=inside, other=0.0).to(tl.float32)
+            e = _load(r, here, inside)
         other = tl.zeros((BR, BC), tl.float32)
         if r_2 is not None:
-            other = tl.load(r_2 + here, mask=inside, other=0.0).to(tl.float32)
-        x = tl.where(known, x - _mean(x, C), 0.0)
-        rstd = tl.rsqrt(_mean(x * x, C) + eps)
-        x *= rstd
+            other = _load(r_2, here, inside)
+        x, rstd = _normalised(x, known, eps, C)
         s = tl.where(known, s - _mean(s, C), 0.0)  # J t is the same
         along_t = _mean(x * s, C)
         z = e * scale - rstd * (along_t * g + _mean(x * g, C) * s)
@@ -118,9 +134,7 @@ def _bend_kernel(a, t, d, r, r_2, w, bent, work, rows, part, eps,
         for_scale += tl.where(inside, e * x, 0.0)  # with eps = 0, x̂ is no number outside
         for_shift += e
     if r is not None:
-        at = work + tl.program_id(0) * (2 * C) + tl.arange(0, BC)
-        tl.store(at, tl.sum(for_scale, 0), mask=tl.arange(0, BC) < C)
-        tl.store(at + C, tl.sum(for_shift, 0), mask=tl.arange(0, BC) < C)
+        _store_sums(work, for_scale, for_shift, C, BC)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from .conv import runs_on
+from . import runs_on
 
 
 def _kernels():

@@ -16,7 +16,6 @@ chip (`kernels/attention.py`); here they are written out, for every other call.
 """
 
 import functools
-import importlib.util
 import math
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..kernels import runs_on
 from .table import Map, Signal, rule
 
 
@@ -136,11 +136,11 @@ def _fits_kernels(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> bool:
 @functools.cache
 def _widest_head(device: torch.device, dtype: torch.dtype) -> int:
     """The widest head that the kernels take on this GPU, with room on the chip for blocks of all operands."""
-    if importlib.util.find_spec("triton") is None or torch.version.hip is not None:
+    if not runs_on(device):
         return 0
     gpu = torch.cuda.get_device_properties(device)
     room = getattr(gpu, "shared_memory_per_block_optin", gpu.shared_memory_per_block)
-    if gpu.major < 8 or room < 96 * 1024:
+    if room < 96 * 1024:
         return 0
     return 128 if dtype != torch.float32 and room >= 160 * 1024 else 64
 

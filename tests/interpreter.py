@@ -1,0 +1,69 @@
+"""Triton's interpreter, for where there is Triton and no GPU.
+
+Whether a kernel is interpreted is settled when Triton is imported: such a test runs in a process of its own.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+
+
+def interpreted(code: str) -> None:
+    """Runs code, in which tests may be imported, with the interpreter mended."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    code = f"import interpreter; interpreter.mend(); {code}"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
+def mend() -> None:
+    torch.set_num_threads(1)
+    _products_and_loops()
+    _round_to_nearest()
+
+
+def _products_and_loops() -> None:
+    """Triton 3.6's interpreter multiplies bfloat16 as if it were uint16, and with NumPy 2.4 cannot count loops."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    multiply, patch = interpreter.InterpreterBuilder.create_dot, interpreter._patch_lang_tensor
+
+    def wide(z):
+        if z.dtype.scalar != tl.bfloat16:
+            return z
+        data = interpreter._convert_float(z.data, tl.bfloat16, tl.float32, None).view(np.float32)
+        return interpreter.TensorHandle(data, tl.float32)
+
+    def create_dot(self, a, b, *rest):
+        return multiply(self, wide(a), wide(b), *rest)
+
+    def patch_lang_tensor(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+    interpreter._patch_lang_tensor = patch_lang_tensor
+
+
+def _round_to_nearest() -> None:
+    """Triton 3.6's interpreter cuts bfloat16 off; a GPU rounds."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def nearest(z, given, wanted, mode):
+        if (given, wanted) != (tl.float32, tl.bfloat16):
+            return convert(z, given, wanted, mode)
+        return torch.from_numpy(z.view(np.float32).copy()).bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+    interpreter._convert_float = nearest
