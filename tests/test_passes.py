@@ -15,6 +15,7 @@ from threepass import models, packed, passes
 from threepass.capture import trace
 from threepass.compiled import gradients_for
 from threepass.engine import run
+from threepass.kernels.fuse import warm_up
 from threepass.options import Options
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
@@ -139,9 +140,10 @@ def test_sums_over_images_are_taken_beside_their_operands():
     torch.testing.assert_close(made(*inputs), g(*inputs))
 
 
+@pytest.mark.parametrize("length", [30, 10, 1])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_thin_products(dtype):
-    a, b, bias = (torch.randn(shape).to(dtype) for shape in ((7, 30), (30, 4), (4,)))
+def test_thin_products(dtype, length):
+    a, b, bias = (torch.randn(shape).to(dtype) for shape in ((7, length), (length, 4), (4,)))
     torch.testing.assert_close(passes.thin_product(a, b), a @ b)
     torch.testing.assert_close(passes.thin_product(a, b, bias), torch.addmm(bias, a, b))
 
@@ -208,3 +210,13 @@ def test_errors_behind_residual_blocks_are_kept(monkeypatch):
     graph = agrees(models.resnet(14).double(), *batch(6, 3, 8, 8), "paper")
     names = [str(node.target) for node in graph.nodes]
     assert names.count("threepass.gated_sum.default") == 6  # of the stem and 6 blocks; the last one has a mark
+    warm_up(graph)
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+@pytest.mark.parametrize("make", [lambda: models.resnet(8), lambda: models.vit(depth=1, image=8, patch=4)])
+def test_every_node_has_its_value(make, mode):
+    """What later passes, and the kernels' warm-up, take shapes from."""
+    program, _ = program_of(make().double(), *batch(4, 3, 8, 8), mode)
+    for node in program.graph.graph.nodes:
+        assert "val" in node.meta or node.op == "output", node

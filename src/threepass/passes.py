@@ -27,8 +27,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_aggregate, map_arg
+from torch.utils._pytree import tree_map
 
 from .kernels.pointwise import can_gate, rectified
 from .precision import accumulate_dtype, mix_of
@@ -122,7 +124,7 @@ def write_out_alphas(graph: Graph) -> None:
         if node.target in (_aten.add.Tensor, _aten.sub.Tensor) and node.kwargs.get("alpha", 1) != 1:
             a, b = node.args
             with graph.inserting_before(node):
-                scaled = graph.call_function(_aten.mul.Tensor, (b, node.kwargs["alpha"]))
+                scaled = call(graph, _aten.mul.Tensor, (b, node.kwargs["alpha"]))
             node.args, node.kwargs = (a, scaled), {}
 
 
@@ -142,10 +144,16 @@ def write_out_thin_products(graph: Graph) -> None:
 
 
 def thin_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a b + bias, by no matrix kernel."""
-    exact = accumulate_dtype(a.dtype)
-    z = (a.to(exact)[:, None, :] * b.to(exact).t()[None, :, :]).sum(2)
-    return (z if bias is None else z + bias.to(exact)).to(a.dtype)
+    """a b + bias, by no matrix kernel: a sum that is written out where it is short, else a reduction."""
+    dtype, exact = a.dtype, accumulate_dtype(a.dtype)
+    a, b = a.to(exact), b.to(exact)
+    if a.shape[1] <= THIN:
+        z = a[:, :1] * b[:1]
+        for k in range(1, a.shape[1]):
+            z = z + a[:, k : k + 1] * b[k : k + 1]
+    else:
+        z = (a[:, None, :] * b.t()[None, :, :]).sum(2)
+    return (z if bias is None else z + bias.to(exact)).to(dtype)
 
 
 _RECTIFIERS = (_aten.relu.default, _aten.relu_.default)
@@ -165,7 +173,7 @@ def rectify_again(graph: Graph) -> None:
         if mean.meta["val"].dtype != accumulate_dtype(z.meta["val"].dtype):  # rounded: a CPU's, of half a norm
             continue
         with graph.inserting_before(u):
-            numbers = graph.call_function(torch.ops.threepass.norm_numbers.default, (mean, rstd, weight, bias))
+            numbers = call(graph, torch.ops.threepass.norm_numbers.default, (mean, rstd, weight, bias))
         for n in list(u.users):
             if _needs_values(n, u):
                 _put_again(graph, u, n, rectified, (z, numbers))
@@ -176,8 +184,7 @@ def rectify_again(graph: Graph) -> None:
 def _put_again(graph: Graph, u: Node, reader: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> None:
     """Makes u once more for one that reads it."""
     with graph.inserting_before(reader):
-        again = graph.call_function(target, args, kwargs or {})
-    again.meta = dict(u.meta)
+        again = call(graph, target, args, kwargs)
     reader.replace_input_with(u, again)
 
 
@@ -289,6 +296,23 @@ def open_mixes(graph: Graph) -> None:
     for node in graph.nodes:
         if node.target is torch.ops.threepass.mix.default:
             node.target = mix_of
+
+
+def call(graph: Graph, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> Node:
+    """A new node, with its value: passes read shapes and strides off their operands."""
+    node = graph.call_function(target, args, kwargs or {})
+    with FakeTensorMode(), torch.no_grad():
+        node.meta["val"] = target(*map_arg(args, _image), **map_arg(kwargs or {}, _image))
+    return node
+
+
+def _image(node: Node) -> Any:
+    """What looks like a node's value, for the fake mode that is on."""
+
+    def like(z: Any) -> Any:
+        return torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device) if isinstance(z, Tensor) else z
+
+    return tree_map(like, node.meta["val"])
 
 
 def put(node: Node, target: Any, args: tuple[Any, ...]) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..passes import gated, is_ours, marked, put
+from ..passes import call, gated, is_ours, marked, put
 from . import conv
 from .pointwise import rectified
 
@@ -102,7 +102,7 @@ def _fuse_forward(graph: Graph, node: Any) -> None:
         u, _, ratio = mix.args
         with graph.inserting_before(behind):
             arguments = (a, w, stride, u, ratio, sum(map(ord, node.name)))
-            both = graph.call_function(torch.ops.threepass.conv3x3_tangent.default, arguments)
+            both = call(graph, torch.ops.threepass.conv3x3_tangent.default, arguments)
         put(behind, operator.getitem, (both, 0))
         put(mix, operator.getitem, (both, 1))
     else:
@@ -129,7 +129,7 @@ def _fuse_backward(graph: Graph, node: Any) -> None:
         return
     channels_last = _value(w).is_contiguous(memory_format=torch.channels_last)
     with graph.inserting_before(node):
-        both = graph.call_function(torch.ops.threepass.conv3x3_weight.default, (d, a, stride, channels_last))
+        both = call(graph, torch.ops.threepass.conv3x3_weight.default, (d, a, stride, channels_last))
     put(result, operator.getitem, (both, 0))
     for total in list(d.users):
         whole = total.target is _aten.sum.dim_IntList and len(total.args) == 2 and not total.kwargs
@@ -144,12 +144,12 @@ def warm_up(graph: Graph) -> None:
         if is_ours(node):
             calls[str(node.target), str(torch.fx.map_arg((node.args, node.kwargs), _shape))] = node
 
-    def call(node: Any) -> None:
+    def run(node: Any) -> None:
         node.target(*torch.fx.map_arg(node.args, lambda n: _zeros(_value(n))))
 
     if calls:
         with ThreadPoolExecutor(min(8, len(calls))) as pool:
-            list(pool.map(call, calls.values()))
+            list(pool.map(run, calls.values()))
 
 
 def _zeros(like: Tensor) -> Tensor:

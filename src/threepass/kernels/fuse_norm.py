@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..passes import is_written
+from ..passes import call, is_written
 from . import layer_norm
 
 _aten = torch.ops.aten
@@ -279,8 +279,8 @@ def _fuse(graph: Graph, norm: _Norm, t_hat: Any) -> bool:
     options = (norm.eps, _value(norm.t_u[0]).dtype, sum(map(ord, t_hat.name)), bool(norm.m), bool(later))
     with graph.inserting_before(t_hat):
         arguments = (*signals, norm.weight, norm.bias, norm.ratio, *options)
-        call = graph.call_function(torch.ops.threepass.layer_norm_tangent.default, arguments)
-        t_u, m, g, t = (graph.call_function(operator.getitem, (call, i)) for i in range(4))
+        norms = call(graph, torch.ops.threepass.layer_norm_tangent.default, arguments)
+        t_u, m, g, t = (call(graph, operator.getitem, (norms, i)) for i in range(4))
     moved = signals != list(given) or not all(_value(z).is_contiguous() for z in (norm.t, *norm.t_u, *norm.m))
     for new, nodes in ((t_u, norm.t_u), (m, norm.m)):
         for node in nodes:
@@ -297,12 +297,12 @@ def _put_bend(graph: Graph, norm: _Norm, bend: _Bend) -> Node:
     with graph.inserting_before(bend.place):
         signals = (norm.a, norm.t, bend.d, bend.r, bend.other)
         arguments = (*signals, bend.weight, norm.eps, _value(bend.bent[0]).dtype)
-        call = graph.call_function(torch.ops.threepass.layer_norm_bend.default, arguments)
-        bent, g = (graph.call_function(operator.getitem, (call, i)) for i in range(2))
+        both = call(graph, torch.ops.threepass.layer_norm_bend.default, arguments)
+        bent, g = (call(graph, operator.getitem, (both, i)) for i in range(2))
     for node in bend.bent:
         _pass_on(node, bent, list(node.users))
     _pass_on_sums(graph, g, bend.g_w, bend.g_b)
-    return call
+    return both
 
 
 def _pass_on_sums(graph: Graph, g: Node, *gradients: list[Any]) -> None:
@@ -310,10 +310,10 @@ def _pass_on_sums(graph: Graph, g: Node, *gradients: list[Any]) -> None:
     for i, nodes in enumerate(gradients):
         for node in nodes:
             with graph.inserting_after(g):
-                row = new = graph.call_function(_aten.select.int, (g, 0, i))
+                row = new = call(graph, _aten.select.int, (g, 0, i))
             if _value(node).dtype != torch.float32:
                 with graph.inserting_after(row):
-                    new = graph.call_function(_copy, (row,), {"dtype": _value(node).dtype})
+                    new = call(graph, _copy, (row,), {"dtype": _value(node).dtype})
             _pass_on(node, new, list(node.users))
 
 
@@ -347,7 +347,7 @@ def _dense(graph: Graph, z: Any) -> Any:
     if _value(z).is_contiguous():
         return z
     with graph.inserting_after(z):
-        dense = graph.call_function(_clone, (z,), {"memory_format": torch.contiguous_format})
+        dense = call(graph, _clone, (z,), {"memory_format": torch.contiguous_format})
     _pass_on(z, dense, [n for n in z.users if n is not dense])
     return dense
 
