@@ -208,6 +208,19 @@ def test_the_reasons_of_every_form_are_kept(monkeypatch):
         forms.best("sam", models.mlp(4, 3), [torch.randn(2, 4), torch.zeros(2).long(), torch.randn(2, 3)])
 
 
+def test_a_form_that_steps_in_says_for_which_and_why(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise ValueError("not this one")
+
+    monkeypatch.setattr(forms, "capture", refuse)
+    monkeypatch.setattr(forms.torch, "compile", lambda model: model)
+    report = run(Case(**TINY, eager=False, methods=("sam",)))
+    row = report["methods"]["sam"]["best"]
+    assert row["how"] == "torch.compile"
+    assert row["failed"] == ["capture: ValueError: not this one"]
+    assert "; capture: ValueError: not this one" in tables.text(report)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -32,6 +32,7 @@ class Form(NamedTuple):
 
     bare: without the CUDA graph, whose memory is a pool of its own; gives the gradients.
     call: the same as its user calls it, where that is more than `run`: ThreePass with its checks and `p.grad`.
+    failed: the better forms that did not work, and why.
     """
 
     how: str
@@ -40,6 +41,7 @@ class Form(NamedTuple):
     compile_seconds: float | None = None
     graph_bytes: int | None = None
     call: Callable[[], Any] | None = None
+    failed: Sequence[str] = ()
 
 
 class FormError(Exception):
@@ -59,7 +61,7 @@ def best(method: str, model: nn.Module, batch: Sequence[Tensor]) -> list[Form]:
     reasons = []
     for how, make in _makers(method, batch[0].is_cuda):
         try:
-            made.append(make(method, copy.deepcopy(model), batch))
+            made.append(make(method, copy.deepcopy(model), batch)._replace(failed=list(reasons)))
         except Exception as error:  # whatever a compiler does not take is a result too
             reasons.append(f"{how}: {reason(error)}")
         if made and method != "plain":

@@ -68,13 +68,14 @@ def _row(name: str, row: dict[str, Any], tolerance: float) -> str:
         f"{row['samples_per_second']:8.0f} {row['peak_bytes'] / MIB:8.1f} {row.get('peak_ratio', math.nan):6.2f} "
         f"{row['operations_share']:6.0%} {share} {row['difference']:8.0e}{mark}"
     )
+    failed = "".join(f"; {why}" for why in row.get("failed", ()))
     if row["compile_seconds"] is None:
-        return words + (row["how"] if row["how"] != "eager" else "")
+        return words + (row["how"] + failed if row["how"] != "eager" else "")
     pool = "" if row["graph_bytes"] is None else f", {row['graph_bytes'] / MIB:.0f}"
     seconds = row.get("cold_compile_seconds") or row["compile_seconds"]
     whole = row.get("call")
     call = f"; a whole call {1000 * whole['median']:.3f} ms, {whole.get('ratio', math.nan):.2f}x" if whole else ""
-    return words + f"{row['how']}, {seconds:.0f}{pool}{call}"
+    return words + f"{row['how']}, {seconds:.0f}{pool}{call}{failed}"
 
 
 def title(case: dict[str, Any]) -> str:
