@@ -154,7 +154,7 @@ def _measure(case: Case, model: nn.Module, batch: Sequence[Tensor], forms: Forms
         row["difference"] = _difference(form.bare(), references[method])
         row["samples_per_second"] = case.batch / row["median"]
         if form.failed:
-            row["failed"] = form.failed
+            row["failed"] = list(form.failed)
         if (method, how, "call") in times:
             row["call"] = summary(times[method, how, "call"])
         entry = results.setdefault(method, {})

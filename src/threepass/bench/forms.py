@@ -41,7 +41,7 @@ class Form(NamedTuple):
     compile_seconds: float | None = None
     graph_bytes: int | None = None
     call: Callable[[], Any] | None = None
-    failed: Sequence[str] = ()
+    failed: tuple[str, ...] = ()
 
 
 class FormError(Exception):
@@ -58,10 +58,10 @@ def eager(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Form:
 def best(method: str, model: nn.Module, batch: Sequence[Tensor]) -> list[Form]:
     """The candidates for a method's best form: for plain training all that work, else the first."""
     made: list[Form] = []
-    reasons = []
+    reasons: list[str] = []
     for how, make in _makers(method, batch[0].is_cuda):
         try:
-            made.append(make(method, copy.deepcopy(model), batch)._replace(failed=list(reasons)))
+            made.append(make(method, copy.deepcopy(model), batch)._replace(failed=tuple(reasons)))
         except Exception as error:  # whatever a compiler does not take is a result too
             reasons.append(f"{how}: {reason(error)}")
         if made and method != "plain":
