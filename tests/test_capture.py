@@ -333,6 +333,25 @@ def channels_last(z):
     return z.is_contiguous(memory_format=torch.channels_last)
 
 
+def test_the_compiler_knows_our_operations_before_it_meets_them(monkeypatch):
+    """Else torch before 2.13 writes down all that their operands are made of, which grows exponentially with depth."""
+    from torch._inductor import graph, lowering
+
+    def numbers(x):
+        return torch.ops.threepass.norm_numbers(x.mean((0, 2, 3)), x.std((0, 2, 3)), None, None)
+
+    met = []
+    for operation in [z for z in lowering.lowerings if getattr(z, "namespace", "") == "threepass"]:
+        monkeypatch.delitem(lowering.lowerings, operation)
+    make = lowering.make_fallback
+    monkeypatch.setattr(graph, "make_fallback", lambda op, *args, **kwargs: (met.append(op), make(op, *args, **kwargs)))
+    x = torch.randn(3, 4, 6, 6)
+    captured = capture(lambda x: [numbers(x.sin())], [x])
+    assert torch.ops.threepass.norm_numbers.default in lowering.lowerings
+    assert torch.ops.threepass.norm_numbers.default not in met
+    torch.testing.assert_close(captured(x)[0], numbers(x.sin()))
+
+
 def test_a_wrong_compiler_is_noticed(monkeypatch):
     """Results that are grossly different from the eager step's are not used."""
 

@@ -206,7 +206,6 @@ def _compiled(program: Program, inputs: Sequence[Tensor]) -> Callable[..., Any]:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass
-    from torch._inductor.lowering import needs_realized_inputs
 
     class Share(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
@@ -216,11 +215,25 @@ def _compiled(program: Program, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         def uuid(self) -> str:
             return "threepass.sums.2"  # the key of Inductor's cache on disk: another number for another pass
 
-    # By itself the compiler learns too late that our operations read memory, and computes an input once more for each.
-    needs_realized_inputs.update(n.target for n in program.graph.graph.nodes if passes.is_ours(n))
+    _introduce({n.target for n in program.graph.graph.nodes if passes.is_ours(n)})
     with torch.no_grad(), config.patch(post_grad_custom_pre_pass=Share()):
         run: Any = compile_fx(program.graph, [*program.state, *inputs])
     return lambda values: run(*values)
+
+
+def _introduce(operations: set[Any]) -> None:
+    """Tells Inductor that it calls these operations as they are, before it meets them.
+
+    By itself it finds out when it meets the first of a kind: too late to know that the tensors before it have to be in
+    memory, so that it computes them once more for each reader; and before torch 2.13 it then writes down everything
+    that the operands are made of, of which there is twice as much with every layer.
+    """
+    from torch._inductor.lowering import lowerings, make_fallback, tag_to_layout_constraint
+    from torch._library.utils import get_layout_constraint_tag
+
+    for operation in operations - lowerings.keys():
+        constraint = tag_to_layout_constraint(get_layout_constraint_tag(operation, with_default=True))
+        make_fallback(operation, layout_constraint=constraint, warn=False)
 
 
 class CudaGraph:

@@ -2,6 +2,8 @@
 
 Time: methods take turns within every round, so that whatever else the machine does hits all alike. A sample is as many
 steps in a row as last 5 ms, between two CUDA events or two readings of `perf_counter`, and counts as one step's mean.
+On a GPU it is at least 4 steps: what the host does for a step then goes on while the GPU does the one before it, as in
+training.
 
 Memory: the most bytes that torch's allocator had handed out at once during a step, beyond those before it: activations,
 errors, gradients and temporaries, not the weights and the batch. On a GPU the allocator counts them itself. On a CPU
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 
 SAMPLE = 5e-3  # seconds
+STEPS = 4  # at least, on a GPU
 Run = Callable[[], Any]
 
 
@@ -38,7 +41,7 @@ def take_turns(steps: Mapping[Any, Run], rounds: int, cuda: bool) -> dict[Any, l
 
 def enough(step: Run, cuda: bool) -> int:
     """How many steps make a sample."""
-    count = 1
+    count = STEPS if cuda else 1
     while (took := sample(step, count, cuda) * count) < SAMPLE:
         count = max(2 * count, int(1.2 * count * SAMPLE / max(took, 1e-9))) if took > SAMPLE / 10 else 4 * count
     return count
