@@ -13,7 +13,6 @@ from torch.nn import functional as F
 import threepass
 from threepass import models, packed, passes
 from threepass.capture import trace
-from threepass.compiled import gradients_for
 from threepass.engine import run
 from threepass.kernels.fuse import warm_up
 from threepass.options import Options
@@ -22,16 +21,19 @@ pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning"
 aten = torch.ops.aten
 
 
-def program_of(model, x, y, mode):
-    """The traced step, and its inputs."""
-    inputs = [torch.tensor([0.3, 0.7], dtype=torch.float64), x, y]
-
+def step_of(model, mode):
     def step(weights, x, y):
         r = run(model, F.cross_entropy, x, y, Options(0.3, mode=mode), weights=(weights[0], weights[1]))
         return list(r.grads.values())
 
+    return step
+
+
+def program_of(model, x, y, mode):
+    """The traced step, and its inputs."""
+    inputs = [torch.tensor([0.3, 0.7], dtype=torch.float64), x, y]
     saved = copy.deepcopy(model.state_dict())
-    program = trace(step, inputs)
+    program = trace(step_of(model, mode), inputs)
     model.load_state_dict(saved)
     return program, inputs
 
@@ -194,14 +196,33 @@ def test_packed_gradients_are_the_same(packs, mode):
     agrees(models.resnet(8).double().to(memory_format=torch.channels_last), x, y, mode)
 
 
-def test_gradients_in_their_parameters_formats(packs):
-    parameters = [nn.Parameter(torch.randn(4, 4).bfloat16()) for _ in range(6)] + [nn.Parameter(torch.randn(3))]
-    grads = [torch.randn(p.shape) for p in parameters]
-    found = gradients_for(parameters, grads)
-    for p, g, result in zip(parameters, grads, found, strict=True):
-        assert result.dtype == p.dtype
-        assert (result.float() - g).abs().max() <= g.abs().max() * torch.finfo(p.dtype).eps
-    assert found[-1] is grads[-1]
+def test_terms_of_other_layouts_go_together(packs):
+    a = [torch.randn(4, 5, 3, 3).to(memory_format=torch.channels_last) for _ in range(6)]
+    b = [torch.randn(4, 5, 3, 3).bfloat16() for _ in range(6)]
+    for x, y, result in zip(a, b, packed.together(torch.add, a, b), strict=True):
+        assert torch.equal(result, x + y)
+
+
+def test_large_tensors_are_not_copied(packs, monkeypatch):
+    monkeypatch.setattr(packed, "LARGE", 10)
+    seen = []
+    packed.together(lambda z: seen.append(z.numel()) or z, [torch.randn(n) for n in (3, 4, 5, 6, 7, 11, 12)])
+    assert sorted(seen) == [11, 12, 25]
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+def test_gradients_in_their_parameters_formats(packs, mode):
+    """In a traced step of a bf16 net; and packed or not, to rounding."""
+    torch.manual_seed(0)
+    model = models.resnet(8).bfloat16()
+    x, y = torch.randn(6, 3, 8, 8).bfloat16(), torch.arange(6)
+    inputs = [torch.tensor([0.3, 0.7]), x, y]
+    found = step_of(model, mode)(*inputs)
+    expected = threepass.three_pass(model, F.cross_entropy, x, y, alpha=0.3, mode=mode).grads
+    for g, p, e in zip(found, model.parameters(), expected.values(), strict=True):
+        assert g.dtype == p.dtype == torch.bfloat16
+        assert e.dtype == torch.float32
+        assert (g.float() - e).norm() < 0.1 * e.norm()
 
 
 def test_errors_behind_residual_blocks_are_kept(monkeypatch):

@@ -13,7 +13,6 @@ A kind that cannot be captured runs eagerly, as all do beyond `KINDS`; a warning
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +23,6 @@ from .capture import Captured, capture
 from .engine import Result, run
 from .errors import CaptureError, warn_uncompiled
 from .options import Options, check_model
-from .packed import together
-from .precision import round_stochastically
 from .surroundings import unchanged_on_error
 
 KINDS = 8
@@ -192,7 +189,7 @@ def _capture(model, loss_fn, flat: list[Any], spec: TreeSpec, weights: Tensor, o
         x, y = tree_unflatten([next(rest) if isinstance(z, Tensor) else z for z in flat], spec)
         with capturable(model):
             r = run(model, loss_fn, x, y, options, third=third, weights=(weights[0], weights[1]))
-        grads = gradients_for([named[n] for n in r.grads], list(r.grads.values()))
+        grads = laid_out([named[n] for n in r.grads], list(r.grads.values()))
         dicts = [z for z in (r.grads, r.backprop_grads, r.third_grads) if z is not None]
         found, result_spec = tree_flatten((r.output, r.loss, r.input_loss, r.input_grad))
         others = [leaf for leaf in found if isinstance(leaf, Tensor)]
@@ -206,15 +203,9 @@ def _capture(model, loss_fn, flat: list[Any], spec: TreeSpec, weights: Tensor, o
     return Step(captured, [named[n] for n in names], names, made[0], leaves, made[1])
 
 
-def gradients_for(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients in their parameters' formats and layouts, as optimizers want them."""
-    found = list(grads)
-    for dtype in {p.dtype for p, g in zip(parameters, grads, strict=True) if p.dtype != g.dtype}:
-        places = [i for i, g in enumerate(grads) if parameters[i].dtype == dtype != g.dtype]
-        rounded = together(partial(round_stochastically, dtype=dtype), [grads[i] for i in places])
-        for i, g in zip(places, rounded, strict=True):
-            found[i] = g
-    pairs = zip(parameters, found, strict=True)
+def laid_out(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients in their parameters' layouts, as optimizers want them."""
+    pairs = zip(parameters, grads, strict=True)
     return [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for p, g in pairs]
 
 

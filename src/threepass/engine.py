@@ -99,7 +99,8 @@ def run(
 ) -> Result:
     """`three_pass` with its options in one object; third=False leaves pass 3 out, warn=False is for measurements.
 
-    weights: in a compiled step, the terms' weights (back, third) as tensors, so that they can move from call to call.
+    weights: in a compiled step, the terms' weights (back, third) as tensors, so that they can move from call to call;
+    the gradients then are in the parameters' own formats.
     """
     try:
         return _passes(model, loss_fn, x, y, options, third, warn, weights, paths=False)
@@ -146,7 +147,7 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, wei
         if third and warn and not options.exact:
             warn_of_norms(model, [op for op, _, _ in program])
         t_0, unscale = start(dx, options.scale(batch), gain, tape.half)
-        gradients = Gradients(back, weight_of_third, apart, relative, (1 / unit, unscale))
+        gradients = Gradients(back, weight_of_third, apart, relative, weights is not None, (1 / unit, unscale))
         with torch.no_grad():
             forward_again(tape, program, dx, t_0 if third else None, d, gradients, options.exact, mixed)
         if tape.problems:

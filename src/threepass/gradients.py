@@ -1,15 +1,16 @@
 """The weights' gradients: pass 2's and pass 3's, mixed in one product or kept apart, and on to the parameters."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from .operation import Operation
 from .packed import together
-from .precision import accumulate_dtype, mix_op
+from .precision import accumulate_dtype, mix_op, round_stochastically
 from .rules.table import Map
 
 Scale = float | Tensor
@@ -30,6 +31,7 @@ class Gradients:
     third: Scale
     apart: bool
     relative: bool = False  # the mix is a + (third / back) t, and its products are multiplied by back
+    compiled: bool = False  # in a step that is compiled: in the parameters' own formats, rounded at random
     unscale: tuple[Scale, Scale] = (1.0, 1.0)
     mixed: Terms = field(default_factory=dict)
     passes: tuple[Terms, Terms] = field(default_factory=lambda: ({}, {}))
@@ -107,35 +109,45 @@ class Gradients:
         """r.grads, and the two passes' own gradients where they were kept apart, by parameter name."""
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         terms = [_by_name(parameters, each, dense=self.apart) for each in (self.mixed, *self.passes)]
-        names = [name for name in parameters if any(name in each for each in terms)]
-        scaled = [_scaled(each, scale) for each, scale in zip(terms, self._scales(), strict=True)]
-        grads = {name: _sum(parameters[name], *(each[name] for each in scaled if name in each)) for name in names}
+        grads = self._sums(parameters, terms, self._scales(), own_format=self.compiled)
         if not self.apart:
             return grads, None, None
         back, third = (
-            {n: _sum(parameters[n], each[n]) if n in each else torch.zeros_like(grads[n]) for n in names}
-            for each in map(_scaled, terms[1:], self.unscale)
+            {n: g[n] if n in g else torch.zeros_like(grads[n], dtype=accumulate_dtype(grads[n].dtype)) for n in grads}
+            for g in (self._sums(parameters, [z], [s]) for z, s in zip(terms[1:], self.unscale, strict=True))
         )
         return grads, back, third
 
+    def _sums(
+        self, parameters: dict[str, nn.Parameter], terms: Sequence[Named], scales: Sequence[Scale], own_format=False
+    ) -> Named:
+        """The terms' sums, each times its scale, of all parameters that have any: those with the same kinds of terms,
+        and of the same format, together."""
+        groups: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
+        for name, p in parameters.items():
+            if kinds := tuple(i for i, each in enumerate(terms) if name in each):
+                groups.setdefault((kinds, p.dtype if own_format else accumulate_dtype(p.dtype)), []).append(name)
+        sums: Named = {}
+        for (kinds, dtype), names in groups.items():
+            total = partial(_total, [scales[i] for i in kinds], dtype)
+            columns = [[terms[i][name] for name in names] for i in kinds]
+            alone = not self.compiled or (len(kinds) == 1 and _is_one(scales[kinds[0]]))
+            sums |= zip(names, (map if alone else together)(total, *columns), strict=True)
+        return {name: sums[name] for name in parameters if name in sums}
 
-def _scaled(terms: Named, scale: Scale) -> Named:
-    if isinstance(scale, float) and scale == 1:
-        return terms
 
-    def product(g: Tensor) -> Tensor:
-        return g.to(accumulate_dtype(g.dtype)) * scale
+def _total(scales: Sequence[Scale], dtype: torch.dtype, *terms: Tensor) -> Tensor:
+    total: Tensor | None = None
+    for scale, g in zip(scales, terms, strict=True):
+        if not _is_one(scale):
+            g = g.to(accumulate_dtype(g.dtype)) * scale
+        total = g.to(accumulate_dtype(dtype)) if total is None else total + g
+    assert total is not None
+    return total if total.dtype == dtype else round_stochastically(total, dtype)
 
-    grads = list(terms.values())
-    traced = isinstance(scale, Tensor)  # in a compiled step
-    return dict(zip(terms, together(product, grads) if traced else map(product, grads), strict=True))
 
-
-def _sum(parameter: Tensor, total: Tensor, *rest: Tensor) -> Tensor:
-    total = total.to(accumulate_dtype(parameter.dtype))
-    for g in rest:
-        total = total + g
-    return total
+def _is_one(scale: Scale) -> bool:
+    return isinstance(scale, float) and scale == 1
 
 
 def _accumulate(terms: Terms, weight: Tensor, g: Tensor | None) -> None:

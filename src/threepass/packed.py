@@ -11,18 +11,23 @@ import torch
 from torch import Tensor
 
 FEW = 4  # so many are not worth a copy
+LARGE = 2**19  # numbers: to copy these takes longer than a kernel of their own does
 
 
-def together(f: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """f of each, where f goes element by element; on a GPU those of a format at once."""
-    results: list[Tensor | None] = [None if pays(z) else f(z) for z in tensors]
-    for dtype in {z.dtype for z, done in zip(tensors, results, strict=True) if done is None}:
-        places = [i for i, z in enumerate(tensors) if results[i] is None and z.dtype == dtype]
-        some = [tensors[i] for i in places]
-        made = [f(z) for z in some] if len(some) <= FEW else _apart(f(torch.ops.threepass.pack(_flat(some))), some)
-        for i, z in zip(places, made, strict=True):
-            results[i] = z
-    return [z for z in results if z is not None]
+def together(f: Callable[..., Tensor], *terms: Sequence[Tensor]) -> list[Tensor]:
+    """f(a, b, ...) of each place in the lists of terms, where f goes element by element; on a GPU the small at once."""
+    rows = list(zip(*terms, strict=True))
+    groups: dict[tuple[torch.dtype, ...], list[int]] = {}
+    for i, row in enumerate(rows):
+        if all(map(pays, row)) and row[0].numel() <= LARGE:
+            groups.setdefault(tuple(z.dtype for z in row), []).append(i)
+    results: dict[int, Tensor] = {}
+    for places in groups.values():
+        if len(places) > FEW:
+            first = [rows[i][0] for i in places]
+            packed = [torch.ops.threepass.pack(_flat([rows[i][k] for i in places], first)) for k in range(len(terms))]
+            results |= zip(places, _apart(f(*packed), first), strict=True)
+    return [results[i] if i in results else f(*row) for i, row in enumerate(rows)]
 
 
 def pays(z: Tensor) -> bool:
@@ -41,9 +46,10 @@ def _(flat):
     return flat[0].new_empty(sum(z.numel() for z in flat))
 
 
-def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Each as a row, in the order of its memory where that is contiguous or channels_last."""
-    return [(z.permute(0, 2, 3, 1) if _nhwc(z) else z).reshape(-1) for z in tensors]
+def _flat(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Each as a row, in the order of memory of its like where that is contiguous or channels_last."""
+    pairs = zip(tensors, like, strict=True)
+    return [(z.permute(0, 2, 3, 1) if _nhwc(order) else z).reshape(-1) for z, order in pairs]
 
 
 def _apart(whole: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

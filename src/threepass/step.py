@@ -24,9 +24,10 @@ class ThreePass:
     strength). Gradients go through autograd's own accumulation, so hooks on parameters fire as they do in `backward()`.
 
     compile=True captures the whole step, compiles it, and replays it as a CUDA graph on a GPU: the same numbers to
-    rounding, faster. `r.grads` may then be the very tensors in `p.grad`, and on a GPU these and `r.input_grad` lie in
-    memory that the next call overwrites: clone what you keep. Hooks on parameters fire; those on autograd's nodes do
-    not. `step.compiled.compile_seconds` and `.graph_bytes` say what it costs, `step.compiled.reset()` starts again.
+    rounding, faster. `r.grads` are then in the parameters' formats, may be the very tensors in `p.grad`, and on a GPU
+    lie, as `r.input_grad` does, in memory that the next call overwrites: clone what you keep. Hooks on parameters fire;
+    those on autograd's nodes do not. `step.compiled.compile_seconds` and `.graph_bytes` say what it costs,
+    `step.compiled.reset()` starts again.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compiled import capturable, gradients_for
+from ..compiled import capturable, laid_out
 from ..engine import run as three_passes
 from ..errors import CaptureError
 from ..surroundings import unchanged_on_error
@@ -113,7 +113,7 @@ class CapturedSteps(Steps):
         self.lr.copy_(lr)
         place += 1
         self._trained = [self.named[name] for name in r.grads]
-        return gradients_for(self._trained, list(r.grads.values()))
+        return laid_out(self._trained, list(r.grads.values()))
 
     def _then(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         """What a step does with its gradients, as far as the device can do it alone."""
