@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from . import passes
 from .errors import CaptureError
@@ -228,12 +229,15 @@ def _introduce(operations: set[Any]) -> None:
     memory, so that it computes them once more for each reader; and before torch 2.13 it then writes down everything
     that the operands are made of, of which there is twice as much with every layer.
     """
-    from torch._inductor.lowering import lowerings, make_fallback, tag_to_layout_constraint
-    from torch._library.utils import get_layout_constraint_tag
+    from torch._inductor.ir import TensorBox
+    from torch._inductor.lowering import constrain_to_fx_strides, lowerings, make_fallback
+
+    def in_memory(node: Node, *args: Any, **kwargs: Any) -> Any:
+        tree_map_only(TensorBox, lambda z: z.realize(), (args, kwargs))
+        return constrain_to_fx_strides(node, *args, **kwargs)
 
     for operation in operations - lowerings.keys():
-        constraint = tag_to_layout_constraint(get_layout_constraint_tag(operation, with_default=True))
-        make_fallback(operation, layout_constraint=constraint, warn=False)
+        make_fallback(operation, layout_constraint=in_memory, warn=False)
 
 
 class CudaGraph:
