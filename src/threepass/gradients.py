@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .operation import Operation
 from .packed import together
-from .precision import accumulate_dtype, mix_op, round_stochastically
+from .precision import accumulate_dtype, kept_op, mix_op, round_stochastically
 from .rules.table import Map
 
 Scale = float | Tensor
@@ -37,7 +37,9 @@ class Gradients:
     passes: tuple[Terms, Terms] = field(default_factory=lambda: ({}, {}))
 
     def __post_init__(self) -> None:
-        self._ratio = (self.third * self.unscale[1]) / (self.back * self.unscale[0]) if self.relative else None
+        self._ratio: Tensor | None = None
+        if self.relative:
+            self._ratio = kept_op((self.third * self.unscale[1]) / (self.back * self.unscale[0]))
 
     def add_mapped(self, op: Operation, m: Map, d: Tensor, s: Tensor | None) -> None:
         """A fast rule's products: of the error d with the signal and with its tangent s."""

@@ -11,6 +11,8 @@ that takes the mix. The same goes for smooth activations in pass 3.
 
 Residual errors. What comes back behind a residual block is read by many: it is made once, as a tensor of its own.
 
+Mixes. A mix that two weights take is made once.
+
 Alphas. Inductor folds the sum of two matrix products into one call and forgets the factor of `add(a, b, alpha=c)` on
 the way (seen in torch 2.13), so that the factor becomes a product of its own.
 
@@ -41,6 +43,7 @@ _aten = torch.ops.aten
 def apply(graph: GraphModule, kernels: bool) -> None:
     """Alphas, norms, gates, and, with `kernels`, our own kernels where they are faster."""
     write_out_alphas(graph.graph)
+    share_mixes(graph.graph)
     rectify_again(graph.graph)
     activate_again(graph.graph)
     mark_gates(graph.graph)
@@ -126,6 +129,17 @@ def write_out_alphas(graph: Graph) -> None:
             with graph.inserting_before(node):
                 scaled = call(graph, _aten.mul.Tensor, (b, node.kwargs["alpha"]))
             node.args, node.kwargs = (a, scaled), {}
+
+
+def share_mixes(graph: Graph) -> None:
+    """A mix that several weights take (those of a residual block's two branches) is one tensor."""
+    first: dict[Any, Node] = {}
+    for node in list(graph.nodes):
+        if node.target is torch.ops.threepass.mix.default and not any(map(is_written, node.all_input_nodes)):
+            twin = first.setdefault(node.args, node)
+            if twin is not node:
+                node.replace_all_uses_with(twin)
+                graph.erase_node(node)
 
 
 THIN = 16

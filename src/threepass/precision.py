@@ -34,8 +34,9 @@ def round_stochastically(z: Tensor, dtype: torch.dtype) -> Tensor:
     """z in a half format: to the neighbour above or below, each as likely as it is near."""
     z = z.float()
     if dtype == torch.bfloat16:  # float32 without its last 16 bits: a random number below 2^16 carries into the rest
-        up = ((z.view(torch.int32) + (_hash(z) & 0xFFFF)) & -0x10000).view(torch.float32)
-        return torch.where(torch.isfinite(z), up, z).to(dtype)
+        bits = z.view(torch.int32)
+        up = ((bits + ((_hash(z) >> 16) & 0xFFFF)) & -0x10000).view(torch.float32)
+        return torch.where(bits & 0x7F800000 == 0x7F800000, z, up).to(dtype)  # infinite, or not a number
     info = torch.finfo(dtype)
     step = torch.ldexp(torch.full_like(z, info.eps), torch.frexp(z).exponent - 1).clamp_min(
         info.smallest_normal * info.eps
@@ -51,12 +52,27 @@ def _noise(z: Tensor) -> Tensor:
 
 
 def _hash(z: Tensor) -> Tensor:
-    """32 random bits: of each value's own bits and of its position."""
-    position = torch.arange(z.numel(), device=z.device).to(torch.int32).view(z.shape)
-    h = z.view(torch.int32) ^ position
-    h = (h ^ ((h >> 16) & 0xFFFF)) * 0x7FEB352D  # "lowbias32"; int32 products wrap, shifts fill with the sign
-    h = (h ^ ((h >> 15) & 0x1FFFF)) * -2073254261
-    return h ^ ((h >> 16) & 0xFFFF)
+    """32 bits of each value's own bits and of its position in memory, the first ones as good as random."""
+    h = (z.view(torch.int32) ^ _positions(z)) * 0x7FEB352D  # int32 products wrap, shifts fill with the sign
+    return (h ^ ((h >> 15) & 0x1FFFF)) * -2073254261
+
+
+def _positions(z: Tensor) -> Tensor:
+    """Along memory where z is contiguous or channels_last: there a kernel has them without divisions."""
+    positions = torch.arange(z.numel(), device=z.device).to(torch.int32)
+    if z.dim() == 4 and not z.is_contiguous() and z.is_contiguous(memory_format=torch.channels_last):
+        images, channels, height, width = z.shape
+        return positions.view(images, height, width, channels).permute(0, 3, 1, 2)
+    return positions.view(z.shape)
+
+
+def kept(z: Tensor) -> Tensor:
+    """A number in memory: a compiler that saw how it is made would make it once more for every element."""
+    return z.clone()
+
+
+kept_op = torch.library.custom_op("threepass::kept", kept, mutates_args=())
+kept_op.register_fake(torch.empty_like)
 
 
 def mix_of(a: Tensor, t: Tensor, ratio: Tensor) -> Tensor:
