@@ -2,8 +2,9 @@
 
 Time: methods take turns within every round, so that whatever else the machine does hits all alike. A sample is as many
 steps in a row as last 5 ms, between two CUDA events or two readings of `perf_counter`, and counts as one step's mean.
-On a GPU it is at least 4 steps: what the host does for a step then goes on while the GPU does the one before it, as in
-training.
+Before it comes a step that does not count: as in training, a step then follows one of its own kind, and finds memory
+and caches as that one left them. On a GPU it is at least 4 steps: what the host does for a step then goes on while the
+GPU does the one before it.
 
 Memory: the most bytes that torch's allocator had handed out at once during a step, beyond those before it: activations,
 errors, gradients and temporaries, not the weights and the batch. On a GPU the allocator counts them itself. On a CPU
@@ -48,6 +49,7 @@ def enough(step: Run, cuda: bool) -> int:
 
 
 def sample(step: Run, repeats: int, cuda: bool) -> float:
+    step()
     if not cuda:
         begin = time.perf_counter()
         for _ in range(repeats):

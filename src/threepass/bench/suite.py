@@ -28,7 +28,7 @@ SUITES = {
         Case("plain20", batch=1024, precision="bf16", **THREE),
         Case("plain20", batch=128, precision="tf32", rounds=9),
     ),
-    "cpu": (Case("plain20", batch=128, precision="float32", device="cpu", threads=2, rounds=25),),
+    "cpu": (Case("plain20", batch=128, precision="float32", device="cpu", threads=2, rounds=15),),
 }
 
 
