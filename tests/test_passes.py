@@ -16,6 +16,7 @@ from threepass.capture import trace
 from threepass.engine import run
 from threepass.kernels.fuse import warm_up
 from threepass.options import Options
+from threepass.precision import mix_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
 aten = torch.ops.aten
@@ -223,6 +224,27 @@ def test_gradients_in_their_parameters_formats(packs, mode):
         assert g.dtype == p.dtype == torch.bfloat16
         assert e.dtype == torch.float32
         assert (g.float() - e).norm() < 0.1 * e.norm()
+
+
+class Branches(nn.Module):
+    """Two weights that take the same signal, as at the head of a residual block that changes its size."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.a, self.b, self.head = nn.Conv2d(4, 5, 3, padding=1), nn.Conv2d(4, 5, 1), nn.Linear(5, 10)
+
+    def forward(self, x):
+        u = self.stem(x)
+        return self.head((self.a(u).tanh() + self.b(u)).mean((2, 3)))
+
+
+def test_a_mix_of_two_weights_is_made_once():
+    """And the factor of all mixes is one number in memory."""
+    graph = agrees(Branches().double(), *batch(6, 3, 8, 8), "paper")
+    targets = [node.target for node in graph.nodes]
+    assert targets.count(mix_of) == 3  # of 4 weights
+    assert targets.count(torch.ops.threepass.kept.default) == 1
 
 
 def test_errors_behind_residual_blocks_are_kept(monkeypatch):

@@ -41,7 +41,7 @@ _aten = torch.ops.aten
 
 
 def apply(graph: GraphModule, kernels: bool) -> None:
-    """Alphas, norms, gates, and, with `kernels`, our own kernels where they are faster."""
+    """Alphas, mixes, norms, gates, and, with `kernels`, our own kernels where they are faster."""
     write_out_alphas(graph.graph)
     share_mixes(graph.graph)
     rectify_again(graph.graph)
