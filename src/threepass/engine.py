@@ -119,8 +119,8 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, wei
         output, loss = forward(model, loss_fn, x, y, options, tape, paths)
 
         # How the two terms will meet at a weight. apart: in a product each, because they were asked for, or because
-        # half formats would lose t. relative: in a compiled step, in one product with a + k t. mixed: pass 3 carries
-        # the mix itself.
+        # half formats would lose t. relative: in a compiled step, in one product with the mix a + k t. mixed: pass 3
+        # carries the mix itself.
         third = third and (options.third > 0 or options.separate)
         half = bool(tape.half)
         relative = weights is not None and options.back > 0 and not options.separate
@@ -135,7 +135,6 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, wei
         # the terms meet in products with a + k t, the errors carry their weight, so that no gradient needs a factor;
         # half formats would round it.
         back, weight_of_third = weights or (options.back, options.third)
-        relative = relative and not mixed
         gain = unit = error_gain(tape.half, batch)
         if relative and not half:
             gain, back = gain * back, 1.0

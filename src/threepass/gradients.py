@@ -37,9 +37,10 @@ class Gradients:
     passes: tuple[Terms, Terms] = field(default_factory=lambda: ({}, {}))
 
     def __post_init__(self) -> None:
-        self._ratio: Tensor | None = None
+        self._ratio: Scale = 1.0
+        self._kept_ratio: Tensor | None = None
         if self.relative:
-            self._ratio = kept_op((self.third * self.unscale[1]) / (self.back * self.unscale[0]))
+            self._ratio = (self.third * self.unscale[1]) / (self.back * self.unscale[0])
 
     def add_mapped(self, op: Operation, m: Map, d: Tensor, s: Tensor | None) -> None:
         """A fast rule's products: of the error d with the signal and with its tangent s."""
@@ -82,7 +83,9 @@ class Gradients:
         _accumulate(self.passes[1], weight, third)
 
     def mix(self, a: Tensor, t: Tensor) -> Tensor:
-        """back * a + third * t."""
+        """back * a + third * t, or in a `relative` step that over back."""
+        if self.relative:
+            return a + self._ratio * t
         if isinstance(self.back, Tensor) or isinstance(self.third, Tensor):
             return self.back * a + self.third * t
         if self.back + self.third == 1:
@@ -93,8 +96,10 @@ class Gradients:
         assert a is not None  # a tangent of the signal comes with the signal
         if not self.relative:
             return self.mix(a, t)
-        assert isinstance(self._ratio, Tensor)
-        return mix_op(a, t, self._ratio)
+        if self._kept_ratio is None:
+            assert isinstance(self._ratio, Tensor)
+            self._kept_ratio = kept_op(self._ratio)
+        return mix_op(a, t, self._kept_ratio)
 
     def _scales(self) -> tuple[Scale, Scale, Scale]:
         """What `mixed` and the passes' own terms are multiplied by."""

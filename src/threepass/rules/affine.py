@@ -78,7 +78,9 @@ def _convolution(u, a, weight, bias, stride, padding, dilation, transposed, outp
 
 
 def _times(back, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if bias is None else (back * bias).to(dtype)
+    if bias is None:
+        return None
+    return (bias if isinstance(back, float) and back == 1 else back * bias).to(dtype)
 
 
 def _per_dim(value, dims: int) -> list[int]:
