@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,14 @@ class Gradients:
     mixed: Terms = field(default_factory=dict)
     passes: tuple[Terms, Terms] = field(default_factory=lambda: ({}, {}))
 
-    def __post_init__(self) -> None:
-        self._ratio: Scale = 1.0
-        self._kept_ratio: Tensor | None = None
-        if self.relative:
-            self._ratio = (self.third * self.unscale[1]) / (self.back * self.unscale[0])
+    @cached_property
+    def _ratio(self) -> Scale:
+        return (self.third * self.unscale[1]) / (self.back * self.unscale[0])
+
+    @cached_property
+    def _kept_ratio(self) -> Tensor:
+        assert isinstance(self._ratio, Tensor)
+        return kept_op(self._ratio)
 
     def add_mapped(self, op: Operation, m: Map, d: Tensor, s: Tensor | None) -> None:
         """A fast rule's products: of the error d with the signal and with its tangent s."""
@@ -94,12 +97,7 @@ class Gradients:
 
     def _mix(self, a: Tensor | None, t: Tensor) -> Tensor:
         assert a is not None  # a tangent of the signal comes with the signal
-        if not self.relative:
-            return self.mix(a, t)
-        if self._kept_ratio is None:
-            assert isinstance(self._ratio, Tensor)
-            self._kept_ratio = kept_op(self._ratio)
-        return mix_op(a, t, self._kept_ratio)
+        return mix_op(a, t, self._kept_ratio) if self.relative else self.mix(a, t)
 
     def _scales(self) -> tuple[Scale, Scale, Scale]:
         """What `mixed` and the passes' own terms are multiplied by."""
@@ -126,7 +124,11 @@ class Gradients:
         return grads, back, third
 
     def _sums(
-        self, parameters: dict[str, nn.Parameter], terms: Sequence[Named], scales: Sequence[Scale], own_format=False
+        self,
+        parameters: dict[str, nn.Parameter],
+        terms: Sequence[Named],
+        scales: Sequence[Scale],
+        own_format: bool = False,
     ) -> Named:
         """The terms' sums, each times its scale, of all parameters that have any: those with the same kinds of terms,
         and of the same format, together."""

@@ -49,14 +49,14 @@ def _(flat):
 def _flat(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
     """Each as a row, in the order of memory of its like where that is contiguous or channels_last."""
     pairs = zip(tensors, like, strict=True)
-    return [(z.permute(0, 2, 3, 1) if _nhwc(order) else z).reshape(-1) for z, order in pairs]
+    return [(z.permute(0, 2, 3, 1) if is_nhwc(order) else z).reshape(-1) for z, order in pairs]
 
 
 def _apart(whole: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The parts of a flat tensor, in the shapes that were flattened."""
     parts = []
     for z, part in zip(like, whole.split([math.prod(z.shape) for z in like]), strict=True):
-        if _nhwc(z):
+        if is_nhwc(z):
             o, i, height, width = z.shape
             parts.append(part.view(o, height, width, i).permute(0, 3, 1, 2))
         else:
@@ -64,5 +64,5 @@ def _apart(whole: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return parts
 
 
-def _nhwc(z: Tensor) -> bool:
+def is_nhwc(z: Tensor) -> bool:
     return z.dim() == 4 and not z.is_contiguous() and z.is_contiguous(memory_format=torch.channels_last)

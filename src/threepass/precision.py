@@ -17,6 +17,8 @@ import math
 import torch
 from torch import Tensor
 
+from .packed import is_nhwc
+
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -60,7 +62,7 @@ def _hash(z: Tensor) -> Tensor:
 def _positions(z: Tensor) -> Tensor:
     """Along memory where z is contiguous or channels_last: there a kernel has them without divisions."""
     positions = torch.arange(z.numel(), device=z.device).to(torch.int32)
-    if z.dim() == 4 and not z.is_contiguous() and z.is_contiguous(memory_format=torch.channels_last):
+    if is_nhwc(z):
         images, channels, height, width = z.shape
         return positions.view(images, height, width, channels).permute(0, 3, 1, 2)
     return positions.view(z.shape)

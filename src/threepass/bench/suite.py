@@ -19,7 +19,7 @@ THREE: dict[str, Any] = {"methods": ("plain", "paper", "exact"), "eager": False,
 FOUR: dict[str, Any] = THREE | {"methods": ("plain", "paper", "exact", "alpha1")}
 VIT_TINY = {"depth": 12}
 SUITES = {
-    "gpu": (  # what takes longest to compile comes last: each is written when it is done
+    "gpu": (
         Case("mlp", batch=256, precision="tf32", **FOUR),
         Case("resnet18", batch=256, precision="tf32", **THREE),
         Case("resnet18", batch=256, precision="bf16", **THREE),

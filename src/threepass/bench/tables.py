@@ -72,7 +72,7 @@ def _row(name: str, row: dict[str, Any], tolerance: float) -> str:
     if row["compile_seconds"] is None:
         return words + (row["how"] + failed if row["how"] != "eager" else "")
     pool = "" if row["graph_bytes"] is None else f", {row['graph_bytes'] / MIB:.0f}"
-    seconds = row.get("cold_compile_seconds") or row["compile_seconds"]
+    seconds = row["compile_seconds"]
     whole = row.get("call")
     call = f"; a whole call {1000 * whole['median']:.3f} ms, {whole.get('ratio', math.nan):.2f}x" if whole else ""
     return words + f"{row['how']}, {seconds:.0f}{pool}{call}{failed}"
@@ -145,7 +145,7 @@ def _methods(r: dict[str, Any]) -> str:
         for form in ("best", "eager"):
             cells += [_ratio(entry, "ratio", form), _ratio(entry, "peak_ratio", form)]
         row = entry.get("best", {})
-        seconds = row.get("cold_compile_seconds") or row.get("compile_seconds")
+        seconds = row.get("compile_seconds")
         cells += [row.get("how", "fails"), "" if seconds is None else f"{seconds:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
