@@ -256,6 +256,19 @@ def test_errors_behind_residual_blocks_are_kept(monkeypatch):
     warm_up(graph)
 
 
+@pytest.mark.parametrize(("mode", "gated"), [("paper", 6), ("exact", 12)])
+def test_the_sums_of_batch_norms_are_taken_at_once(monkeypatch, mode, gated):
+    """As on a GPU: pass 3's for all 13 norms, the others with the errors behind residual blocks."""
+    monkeypatch.setattr(passes, "can_gate", lambda *tensors, numbers: True)
+    monkeypatch.setattr("threepass.kernels.moments.fits", lambda *images: True)
+    graph = agrees(models.resnet(14).double(), *batch(6, 3, 8, 8), mode)
+    names = [str(node.target) for node in graph.nodes]
+    assert names.count("threepass.moments.default") == 13
+    assert names.count("threepass.gated_moments.default") == gated
+    assert "threepass.gated_sum.default" not in names
+    warm_up(graph)
+
+
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 @pytest.mark.parametrize("make", [lambda: models.resnet(8), lambda: models.vit(depth=1, image=8, patch=4)])
 def test_every_node_has_its_value(make, mode):

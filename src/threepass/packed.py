@@ -4,6 +4,7 @@ On a GPU a kernel takes a microsecond or two however little it does. `together` 
 by an operation that a compiler takes as it is and that needs few launches, and gives parts of the result.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -36,14 +37,21 @@ def pays(z: Tensor) -> bool:
 
 @torch.library.custom_op("threepass::pack", mutates_args=())
 def _pack(flat: Sequence[Tensor]) -> Tensor:
-    whole = flat[0].new_empty(sum(z.numel() for z in flat))
-    torch._foreach_copy_(list(whole.split([z.numel() for z in flat])), list(flat))
+    """Of several formats (our kernels give gradients in float32), the widest; one launch for each."""
+    whole = _whole(flat)
+    rows: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for place, z in zip(whole.split([z.numel() for z in flat]), flat, strict=True):
+        rows.setdefault(z.dtype, []).append((place, z))
+    for pairs in rows.values():
+        places, values = zip(*pairs, strict=True)
+        torch._foreach_copy_(places, values)
     return whole
 
 
 @_pack.register_fake
-def _(flat):
-    return flat[0].new_empty(sum(z.numel() for z in flat))
+def _whole(flat: Sequence[Tensor]) -> Tensor:
+    widest = functools.reduce(torch.promote_types, (z.dtype for z in flat))
+    return flat[0].new_empty(sum(z.numel() for z in flat), dtype=widest)
 
 
 def _flat(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:

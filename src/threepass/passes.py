@@ -49,12 +49,14 @@ def apply(graph: GraphModule, kernels: bool) -> None:
     mark_gates(graph.graph)
     if kernels:
         from .kernels.fuse import fuse
-        from .kernels.fuse_norm import fuse_layer_norms
+        from .kernels.fuse_batch_norm import fuse_batch_norms
+        from .kernels.fuse_layer_norm import fuse_layer_norms
 
         write_out_thin_products(graph.graph)
         fuse(graph.graph)
         fuse_layer_norms(graph.graph)
         keep_gated_sums(graph.graph)
+        fuse_batch_norms(graph.graph)
     open_mixes(graph.graph)
     graph.graph.eliminate_dead_code()
 
@@ -90,7 +92,7 @@ def take_sums_early(graph: Graph) -> None:
         chain, todo = {node}, list(node.all_input_nodes)
         while todo:
             n = todo.pop()
-            if n not in chain and _is_elementwise(n) and all(user in chain for user in n.users):
+            if n not in chain and is_elementwise(n) and all(user in chain for user in n.users):
                 chain.add(n)
                 todo += n.all_input_nodes
         operands = {n for z in chain for n in z.all_input_nodes if n.op != "placeholder"} - chain
@@ -102,7 +104,8 @@ def take_sums_early(graph: Graph) -> None:
                 last = z
 
 
-def _is_elementwise(node: Node) -> bool:
+def is_elementwise(node: Node) -> bool:
+    """Whether the compiler would make a node's value where it is read."""
     known = node.target is _aten._to_copy.default or getattr(node.target, "is_view", False)
     return known or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
@@ -211,7 +214,7 @@ def keep_gated_sums(graph: Graph) -> None:
             continue
         total: Any = node.args[0]
         is_sum = total.target is _aten.add.Tensor and not total.kwargs and len(total.users) == 1
-        made = is_sum and all(isinstance(n, Node) and not _is_elementwise(n) for n in total.args)
+        made = is_sum and all(isinstance(n, Node) and not is_elementwise(n) for n in total.args)
         u: Any = node.args[1]
         z, numbers = u.args if u.target is rectified else (u, None)
         if made and can_gate(*(n.meta["val"] for n in (*total.args, z)), numbers=numbers is not None):
@@ -329,6 +332,6 @@ def _image(node: Node) -> Any:
     return tree_map(like, node.meta["val"])
 
 
-def put(node: Node, target: Any, args: tuple[Any, ...]) -> None:
+def put(node: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> None:
     """Another call in a node's place; it may be any function of tensors, which the compiler looks into."""
-    node.target, node.args, node.kwargs = target, args, {}
+    node.target, node.args, node.kwargs = target, args, kwargs or {}

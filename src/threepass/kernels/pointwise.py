@@ -49,6 +49,10 @@ def can_gate(*tensors: Tensor, numbers: bool = False) -> bool:
 def gated_sum(g: Tensor, h: Tensor, u: Tensor, numbers: Tensor | None = None) -> Tensor:
     if can_gate(g, h, u, numbers=numbers is not None):
         return _kernels().gated_sum(g, h, u, numbers)
+    return gate(g, h, u, numbers)
+
+
+def gate(g: Tensor, h: Tensor, u: Tensor, numbers: Tensor | None) -> Tensor:
     return torch.where((u if numbers is None else rectified(u, numbers)) > 0, g + h, 0.0)
 
 

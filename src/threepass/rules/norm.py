@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from .table import Map, Tap, rule
 
 _aten = torch.ops.aten
-_TINY = 1e-20
+TINY = 1e-20
 
 
 def _tap(a, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled) -> Tap | None:
@@ -65,13 +65,13 @@ class _BatchNorm(torch.autograd.Function):
         a, weight, mean, rstd, reserve = ctx.saved_tensors
         (kind, eps), mask = ctx.how, list(ctx.needs_input_grad[:3])
         errors = _aten._batch_norm_impl_index_backward(
-            kind, a, d, _not_zero(weight), None, None, mean, rstd, True, eps, mask, reserve
+            kind, a, d, not_zero(weight), None, None, mean, rstd, True, eps, mask, reserve
         )
         return *(e if needed else None for e, needed in zip(errors, mask, strict=True)), *[None] * 5
 
 
-def _not_zero(weight: Tensor) -> Tensor:
-    return torch.where(weight.abs() < _TINY, torch.full_like(weight, _TINY), weight)
+def not_zero(weight: Tensor) -> Tensor:
+    return torch.where(weight.abs() < TINY, torch.full_like(weight, TINY), weight)
 
 
 @rule(torch.batch_norm, tap=_tap)
@@ -166,7 +166,7 @@ def _norm_at_input(u, a, weight, bias, eps) -> Map:
     dtype = group.rstd.dtype
 
     def third(d: Tensor, t: Tensor) -> Tensor:
-        return (d.to(dtype) * t.to(dtype)).sum(dims, keepdim=True).flatten() / _not_zero(weight)
+        return (d.to(dtype) * t.to(dtype)).sum(dims, keepdim=True).flatten() / not_zero(weight)
 
     def curve(d: Tensor, t: Tensor, scale: Tensor, *_: Any) -> Tensor:
         return group.curvature(d, t, _scale(scale.view(shape) / group.count, weight, shape, dtype))

@@ -19,13 +19,13 @@ from torch.fx import Graph, Node
 
 from ..passes import call, is_written
 from . import layer_norm
+from .match import match, source, value_of
 
 _aten = torch.ops.aten
 _add, _mul, _sub, _neg = _aten.add.Tensor, _aten.mul.Tensor, _aten.sub.Tensor, _aten.neg.default
 _sum, _view = _aten.sum.dim_IntList, _aten.view.default
 _copy, _mix, _clone = _aten._to_copy.default, torch.ops.threepass.mix.default, _aten.clone.default
 
-# A pattern is (operation, *arguments); a name stands for any argument, the same one wherever it occurs.
 _STATISTICS = (_aten.var_mean.correction, "a", ["last"])
 _RSTD = (_aten.rsqrt.default, (_add, (operator.getitem, _STATISTICS, 0), "eps"))
 _X_HAT = (_mul, (_sub, "a", (operator.getitem, _STATISTICS, 1)), _RSTD)
@@ -52,21 +52,6 @@ def _scaled(z: Any) -> tuple[Any, ...]:
 _T_HAT = _jacobian("t", _X_HAT, _RSTD)
 _CURVED = (_curvature(_scaled("d")), _curvature("d"))
 _BENT = ((_add, _jacobian(_scaled("r")), _CURVED[0]), (_add, _jacobian("r"), _CURVED[1]))
-
-
-def _match(pattern: Any, value: Any, found: dict[str, Any], inner: dict[Any, Any]) -> bool:
-    """Whether value is what the pattern says. found: what a name stands for; inner: the pattern of each node."""
-    if isinstance(pattern, str):
-        return found.setdefault(pattern, value) == value
-    if not isinstance(pattern, (tuple, list)):
-        return pattern == value
-    if isinstance(pattern, tuple):
-        if not isinstance(value, Node) or value.target is not pattern[0]:
-            return False
-        inner[value] = pattern
-        pattern, value = pattern[1:], value.args
-    same = isinstance(value, (tuple, list)) and len(pattern) == len(value)
-    return same and all(_match(p, v, found, inner) for p, v in zip(pattern, value, strict=True))
 
 
 @dataclass
@@ -128,14 +113,14 @@ def _norm_at(t_hat: Any, fixed: bool) -> _Norm | None:
     """The layer norm whose t̂ the node is, if the kernel can stand for all of it, with `fixed` strides as they are."""
     found: dict[str, Any] = {}
     inner: dict[Any, Any] = {}
-    if not _match(_T_HAT, t_hat, found, inner):
+    if not match(_T_HAT, t_hat, found, inner):
         return None
-    a, value = _source(found["a"]), _value(found["a"])
+    a, value = source(found["a"]), value_of(found["a"])
     over_rows = found["last"] == value.dim() - 1 > 0 and found["count"] == value.shape[-1]
     statistics = next(n for n, pattern in inner.items() if pattern is _STATISTICS)
     if not over_rows or statistics.kwargs != {"correction": 0, "keepdim": True}:
         return None
-    norm = _Norm(a, _source(found["t"]), found["eps"], set(inner), _value if fixed else _row_major)
+    norm = _Norm(a, source(found["t"]), found["eps"], set(inner), value_of if fixed else _row_major)
     x_hat, rstd = (next(n for n, pattern in inner.items() if pattern is kind) for kind in (_X_HAT, _RSTD))
     norm.bend = _bend_at({"x": x_hat, "rstd": rstd, "last": found["last"], "count": found["count"]}, norm)
     _find_gradients(norm, x_hat, t_hat)
@@ -151,7 +136,7 @@ def _norm_at(t_hat: Any, fixed: bool) -> _Norm | None:
     if not served or norm.ratio is None or not all(z < t_hat for z in operands) or any(map(_is_written, signals)):
         return None
     fits = layer_norm.fits(*map(norm.placed, signals)) and all(norm.placed(z).is_contiguous() for z in norm.t_u)
-    return norm if fits and _value(norm.ratio).dtype == torch.float32 else None
+    return norm if fits and value_of(norm.ratio).dtype == torch.float32 else None
 
 
 def _bend_at(known: dict[str, Any], norm: _Norm) -> _Bend | None:
@@ -160,18 +145,18 @@ def _bend_at(known: dict[str, Any], norm: _Norm) -> _Bend | None:
     total = None if curved is None else _only(curved, _add, lambda n: not n.kwargs)
     for pattern, node in zip((*_BENT, *_CURVED), (total, total, curved, curved), strict=True):
         found, inner = dict(known), dict[Any, Any]()
-        if node is not None and _match(pattern, node, found, inner) and _source(found["t"]) is norm.t:
+        if node is not None and match(pattern, node, found, inner) and source(found["t"]) is norm.t:
             break
     else:
         return None
     r, weight = found.get("r"), found.get("weight")
     readers = list(node.users)
     narrow = readers and all(n.target is _copy and n.kwargs == {"dtype": torch.bfloat16} for n in readers)
-    bend = _Bend(_source(found["d"]), _source(r), weight, set(inner), readers if narrow else [node])
+    bend = _Bend(source(found["d"]), source(r), weight, set(inner), readers if narrow else [node])
     bend.inner -= set(bend.bent)
     _find_pulled_gradients(bend, known["x"])
     signals = [z for z in (norm.a, norm.t, bend.d, bend.r) if z is not None]
-    if weight is not None and _value(weight).shape != _value(norm.a).shape[-1:]:
+    if weight is not None and value_of(weight).shape != value_of(norm.a).shape[-1:]:
         return None
     early = all(z < bend.place for z in (*signals, *(() if weight is None else (weight,))))
     fits = layer_norm.fits(*map(norm.placed, signals)) and norm.placed(node).is_contiguous()
@@ -185,7 +170,7 @@ def _find_sum(norm: _Norm, bend: _Bend) -> None:
     """The residual branch's R{d}, if all that is done with the norm's is to add it to that."""
     (bent, *more) = bend.bent
     total = None if more else _only(bent, _add, lambda n: not n.kwargs and all(isinstance(z, Node) for z in n.args))
-    if total is None or total.args[0] is total.args[1] or _value(total).dtype != _value(bent).dtype:
+    if total is None or total.args[0] is total.args[1] or value_of(total).dtype != value_of(bent).dtype:
         return
     (other,) = (z for z in total.args if z is not bent)
     fits = layer_norm.fits(*map(norm.placed, (norm.a, other))) and norm.placed(total).is_contiguous()
@@ -196,8 +181,8 @@ def _find_sum(norm: _Norm, bend: _Bend) -> None:
 
 def _find_pulled_gradients(bend: _Bend, x_hat: Any) -> None:
     """sum r x̂ and sum r, over rows, as rows of C."""
-    products = [n for n in x_hat.users if n.target is _mul and n not in bend.inner and _source(n.args[1]) is bend.r]
-    rows = list(range(_value(x_hat).dim() - 1))
+    products = [n for n in x_hat.users if n.target is _mul and n not in bend.inner and source(n.args[1]) is bend.r]
+    rows = list(range(value_of(x_hat).dim() - 1))
     for product in products[:1] if bend.r is not None else ():
         total, out = _sum_over_rows(product, rows)
         if out is not None:
@@ -208,12 +193,14 @@ def _find_pulled_gradients(bend: _Bend, x_hat: Any) -> None:
 
 def _find_gradients(norm: _Norm, x_hat: Any, t_hat: Any) -> None:
     """sum d mix(x̂, t̂) and sum d, over rows, as rows of C."""
-    rows = list(range(_value(x_hat).dim() - 1))
+    rows = list(range(value_of(x_hat).dim() - 1))
     for mix in [n for n in t_hat.users if n.target is _mix and n.args[:2] == (x_hat, t_hat)]:
-        product = _only(mix, _mul, lambda n, mix=mix: n.args[0] is mix and _value(n.args[1]).shape == _value(n).shape)
+        product = _only(
+            mix, _mul, lambda n, mix=mix: n.args[0] is mix and value_of(n.args[1]).shape == value_of(n).shape
+        )
         total, out = _sum_over_rows(product, rows)
         if out is not None and norm.d is None and norm.agrees(mix.args[2]):
-            norm.d, norm.g_w = _source(product.args[1]), [out]
+            norm.d, norm.g_w = source(product.args[1]), [out]
             norm.inner |= {mix, product, total}
             norm.g_b = _sums_of(product.args[1], rows, t_hat)
 
@@ -221,13 +208,13 @@ def _find_gradients(norm: _Norm, x_hat: Any, t_hat: Any) -> None:
 def _sum_over_rows(product: Any, rows: list[int]) -> tuple[Any, Any]:
     """The sum that alone reads a product, and what alone reads that, if it is a row of C."""
     total = _only(product, _sum, lambda n: list(n.args[1:]) == [rows, True] and not n.kwargs)
-    return total, _only(total, _view, lambda n: _value(n).dim() == 1)
+    return total, _only(total, _view, lambda n: value_of(n).dim() == 1)
 
 
 def _sums_of(z: Any, rows: list[int], place: Any) -> list[Any]:
     """z summed over rows behind a place, as rows of C: in float32, if they are read so."""
     totals = [n for n in z.users if n.target is _sum and list(n.args[1:]) == [rows, True]]
-    sums = [_only(total, _view, lambda n: _value(n).dim() == 1) for total in totals]
+    sums = [_only(total, _view, lambda n: value_of(n).dim() == 1) for total in totals]
     return [n for out in sums if out is not None and place < out for n in _as_read(out)]
 
 
@@ -243,7 +230,7 @@ def _find_tangent(norm: _Norm, t_hat: Any) -> None:
     out = t_hat
     if len(readers) == 1 and readers[0].target is _mul and readers[0].args[0] is t_hat:
         w = readers[0].args[1]
-        if isinstance(w, Node) and w.target is _view and _value(w.args[0]).shape == _value(t_hat).shape[-1:]:
+        if isinstance(w, Node) and w.target is _view and value_of(w.args[0]).shape == value_of(t_hat).shape[-1:]:
             norm.weight, out = w.args[0], readers[0]
             norm.inner.add(out)
             readers = list(out.users)
@@ -258,13 +245,13 @@ def _find_mix(norm: _Norm) -> None:
     """mix(u, t_u), where u is the norm's own output, in t_u's format."""
     for mix in [n for t_u in norm.t_u for n in t_u.users if n.target is _mix and n.args[1] is t_u]:
         u = mix.args[0]
-        if u.target is _copy and _value(u).dtype == _value(norm.t_u[0]).dtype:
+        if u.target is _copy and value_of(u).dtype == value_of(norm.t_u[0]).dtype:
             u = u.args[0]
         forward = u.args[0] if u.target is operator.getitem and u.args[1] == 0 else u
-        if forward.target is not _aten.native_layer_norm.default or _value(mix).dtype != _value(norm.t_u[0]).dtype:
+        if forward.target is not _aten.native_layer_norm.default or value_of(mix).dtype != value_of(norm.t_u[0]).dtype:
             continue
         a, shape, weight, bias, eps = forward.args
-        same = (_source(a), len(shape), _source(weight), eps) == (norm.a, 1, _source(norm.weight), norm.eps)
+        same = (source(a), len(shape), source(weight), eps) == (norm.a, 1, source(norm.weight), norm.eps)
         if same and norm.agrees(mix.args[2]) and (not norm.m or bias is norm.bias):
             norm.bias = bias
             norm.m.append(mix)
@@ -276,12 +263,12 @@ def _fuse(graph: Graph, norm: _Norm, t_hat: Any) -> bool:
     parts, later = _parts(norm, t_hat)
     given = (*parts, norm.a, norm.d)
     signals = [None if z is None else _dense(graph, z) for z in given]
-    options = (norm.eps, _value(norm.t_u[0]).dtype, sum(map(ord, t_hat.name)), bool(norm.m), bool(later))
+    options = (norm.eps, value_of(norm.t_u[0]).dtype, sum(map(ord, t_hat.name)), bool(norm.m), bool(later))
     with graph.inserting_before(t_hat):
         arguments = (*signals, norm.weight, norm.bias, norm.ratio, *options)
         norms = call(graph, torch.ops.threepass.layer_norm_tangent.default, arguments)
         t_u, m, g, t = (call(graph, operator.getitem, (norms, i)) for i in range(4))
-    moved = signals != list(given) or not all(_value(z).is_contiguous() for z in (norm.t, *norm.t_u, *norm.m))
+    moved = signals != list(given) or not all(value_of(z).is_contiguous() for z in (norm.t, *norm.t_u, *norm.m))
     for new, nodes in ((t_u, norm.t_u), (m, norm.m)):
         for node in nodes:
             _pass_on(node, new, list(node.users))
@@ -289,14 +276,14 @@ def _fuse(graph: Graph, norm: _Norm, t_hat: Any) -> bool:
     _pass_on(norm.t, t, later)
     for z in () if bend is None else bend.args[:5]:
         moved = (z is not None and _dense(graph, z) is not z) or moved
-    return moved or (norm.bend is not None and not all(_value(z).is_contiguous() for z in norm.bend.bent))
+    return moved or (norm.bend is not None and not all(value_of(z).is_contiguous() for z in norm.bend.bent))
 
 
 def _put_bend(graph: Graph, norm: _Norm, bend: _Bend) -> Node:
     """Puts exact mode's call before all that it stands for."""
     with graph.inserting_before(bend.place):
         signals = (norm.a, norm.t, bend.d, bend.r, bend.other)
-        arguments = (*signals, bend.weight, norm.eps, _value(bend.bent[0]).dtype)
+        arguments = (*signals, bend.weight, norm.eps, value_of(bend.bent[0]).dtype)
         both = call(graph, torch.ops.threepass.layer_norm_bend.default, arguments)
         bent, g = (call(graph, operator.getitem, (both, i)) for i in range(2))
     for node in bend.bent:
@@ -311,9 +298,9 @@ def _pass_on_sums(graph: Graph, g: Node, *gradients: list[Any]) -> None:
         for node in nodes:
             with graph.inserting_after(g):
                 row = new = call(graph, _aten.select.int, (g, 0, i))
-            if _value(node).dtype != torch.float32:
+            if value_of(node).dtype != torch.float32:
                 with graph.inserting_after(row):
-                    new = call(graph, _copy, (row,), {"dtype": _value(node).dtype})
+                    new = call(graph, _copy, (row,), {"dtype": value_of(node).dtype})
             _pass_on(node, new, list(node.users))
 
 
@@ -344,7 +331,7 @@ def _is_elementwise(z: Any) -> bool:
 
 def _dense(graph: Graph, z: Any) -> Any:
     """z with its rows one after another in memory, from the place on where it is made."""
-    if _value(z).is_contiguous():
+    if value_of(z).is_contiguous():
         return z
     with graph.inserting_after(z):
         dense = call(graph, _clone, (z,), {"memory_format": torch.contiguous_format})
@@ -353,7 +340,7 @@ def _dense(graph: Graph, z: Any) -> Any:
 
 
 def _row_major(z: Any) -> Tensor:
-    return torch.empty_like(_value(z), memory_format=torch.contiguous_format)
+    return torch.empty_like(value_of(z), memory_format=torch.contiguous_format)
 
 
 def _only(node: Any, target: Any, fits: Any) -> Any:
@@ -367,13 +354,3 @@ def _is_written(z: Any) -> bool:
     while not is_written(z) and getattr(z.target, "is_view", False):
         z = z.args[0]
     return is_written(z)
-
-
-def _source(z: Any) -> Any:
-    """What a float32 copy was made from: the kernel makes it itself."""
-    wide = isinstance(z, Node) and z.target is _copy and z.kwargs == {"dtype": torch.float32}
-    return z.args[0] if wide and _value(z.args[0]).dtype == torch.bfloat16 else z
-
-
-def _value(node: Any) -> Tensor:
-    return node.meta["val"]

@@ -1,0 +1,166 @@
+"""Puts `moments` into a captured step's graph: the sums that batch norm's rule takes of a tangent or an error.
+
+    pass 3            sum t,  sum x̂ t  and, for the scale's gradient,  sum d t
+    pass 2            sum z,  sum x̂ z  of a residual block's error z, with the making of z
+    exact, way back   the same sums of R{d}
+
+x̂ = (a - mean) / std, and 1 / std comes out of the sum. Other errors of pass 2 stay with the compiler, which makes them
+(by a gate) in the kernels that read them.
+"""
+
+import operator
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ..passes import call, is_elementwise, is_written, put
+from ..precision import accumulate_dtype
+from ..rules.norm import TINY
+from . import moments
+from .match import match, source, value_of
+
+_aten, _ours = torch.ops.aten, torch.ops.threepass
+_sum, _mul, _copy, _view = _aten.sum.dim_IntList, _aten.mul.Tensor, _aten._to_copy.default, _aten.view.default
+_WIDE = {"dtype": torch.float32}
+
+_STATISTICS = (_aten.var_mean.correction, "a", moments.DIMS)
+_X_HAT = (_mul, (_aten.sub.Tensor, "a", (operator.getitem, _STATISTICS, 1)), "rstd")
+_TINY = (_aten.lt.Scalar, (_aten.abs.default, "w"), TINY)
+_OVER_SCALE = (
+    _aten.div.Tensor,
+    (_view, "sum", "shape"),
+    (_aten.where.self, _TINY, (_aten.full_like.default, "w", TINY), "w"),
+)
+
+
+@dataclass
+class _Sums:
+    """Nodes that are sums of z, of x̂ z, and of d z for each d."""
+
+    z: Any
+    x_hat: Any
+    totals: list[Any] = field(default_factory=list)
+    along: list[Any] = field(default_factory=list)
+    products: dict[Any, list[Any]] = field(default_factory=dict)
+
+
+def fuse_batch_norms(graph: Graph) -> None:
+    for node in list(graph.nodes):
+        if node.target is _aten.native_batch_norm_backward.default:
+            _fuse_backward(graph, node)
+    for sums in _find_sums(graph):
+        _fuse_sums(graph, sums)
+
+
+def _fuse_backward(graph: Graph, node: Any) -> None:
+    """A batch norm's backward behind a residual block's error."""
+    z, a, weight, _, _, mean, rstd, training, _, _ = node.args
+    if z.target is not _ours.gated_sum.default or weight is None or not training or not mean < z or not rstd < z:
+        return
+    if not _fits(z, a, mean):
+        return
+    sums = _gate(graph, z, a, mean, rstd)
+    for part in list(node.users):
+        if part.args[1] == 0:
+            put(part, moments.error, (z, a, weight, mean, rstd, sums))
+        else:
+            _pass_on(graph, part, sums, 2 - part.args[1])
+
+
+def _pass_on(graph: Graph, node: Any, sums: Node, row: int) -> None:
+    """Gives a node's readers a row of the sums: in float32 those that would take it so."""
+    with graph.inserting_before(node):
+        new = call(graph, _aten.select.int, (sums, 0, row))
+        if value_of(node).dim() == 4:
+            new = call(graph, _view, (new, [1, -1, 1, 1]))
+    for reader in list(node.users):
+        if value_of(node).dtype == value_of(new).dtype or _may_be_wide(reader):
+            reader.replace_input_with(node, new)
+            if reader.target is _view:
+                reader.meta["val"] = torch.empty_like(value_of(reader), dtype=value_of(new).dtype)
+    put(node, _copy, (new,), {"dtype": value_of(node).dtype})
+
+
+def _may_be_wide(reader: Any) -> bool:
+    """Whether a node takes a float32 row as well as a narrow one."""
+    if reader.target is _view:
+        return all(n.target is not _view and _may_be_wide(n) for n in reader.users)
+    return reader.target is _ours.pack.default or (reader.target is _copy and reader.kwargs == _WIDE)
+
+
+def _fits(z: Any, a: Any, mean: Any) -> bool:
+    exact = accumulate_dtype(value_of(z).dtype)  # a CPU's batch norm rounds its mean
+    return value_of(mean).dtype == exact and moments.fits(value_of(z), value_of(a))
+
+
+def _gate(graph: Graph, z: Any, a: Any, mean: Any, rstd: Any) -> Node:
+    """Takes the moments with the gated sum z; returns them."""
+    with graph.inserting_before(z):
+        both = call(graph, _ours.gated_moments.default, (*z.args, a, mean, rstd))
+    put(z, operator.getitem, (both, 0))
+    with graph.inserting_after(z):
+        return call(graph, operator.getitem, (both, 1))
+
+
+def _find_sums(graph: Graph) -> list[_Sums]:
+    found: dict[tuple[Any, Any], _Sums] = {}
+    others: list[tuple[Any, tuple[Any, ...]]] = []  # sums without x̂, and what they are sums of
+    for node in graph.nodes:
+        if node.target is not _sum or node.args[1:] != (moments.DIMS, True) or node.kwargs:
+            continue
+        z = node.args[0]
+        factors = z.args if z.target is _mul and all(_is_image(f, z) for f in z.args) else (z,)
+        x_hat = next((f for f in factors if match(_X_HAT, f, {}, {})), None)
+        if len(factors) == 2 and x_hat is not None:
+            z = source(factors[factors[0] is x_hat])
+            found.setdefault((z, x_hat), _Sums(z, x_hat)).along.append(node)
+        else:
+            others.append((node, tuple(map(source, factors))))
+    for node, factors in others:
+        for sums in found.values():
+            if factors == (sums.z,):
+                sums.totals.append(node)
+            elif sums.z in factors and factors[0] is not factors[1]:
+                d = factors[1] if factors[0] is sums.z else factors[0]
+                sums.products.setdefault(d, []).append(node)
+    return list(found.values())
+
+
+def _is_image(f: Any, z: Any) -> bool:
+    return isinstance(f, Node) and value_of(f).shape == value_of(z).shape
+
+
+def _fuse_sums(graph: Graph, sums: _Sums) -> None:
+    names: dict[str, Any] = {}
+    inner: dict[Any, Any] = {}
+    match(_X_HAT, sums.x_hat, names, inner)
+    mean = next(n for n, pattern in inner.items() if pattern is _X_HAT[1][2])
+    z, a = sums.z, source(names["a"])
+    first = min((*sums.totals, *sums.along))
+    d = next((d for d in sums.products if d < first and _fits(z, d, mean) and not is_written(d)), None)
+    made = not is_elementwise(z) and not isinstance(z.target, FunctionType)  # `gated` and its like
+    if not made or not z < first or is_written(z) or is_written(a) or not _fits(z, a, mean):
+        return
+    rstd, rows = names["rstd"], [(n, 0) for n in sums.totals] + [(n, 1) for n in sums.along]
+    if z.target is _ours.gated_sum.default and mean < z and rstd < z and d is None:
+        whole = _gate(graph, z, a, mean, rstd)
+    else:
+        products = [] if d is None else sums.products[d]
+        weight, quotients = _over_scale(products, first)
+        with graph.inserting_before(first):
+            whole = call(graph, _ours.moments.default, (z, a, mean, rstd, d, weight))
+        rows += [(n, 2) for n in products] + [(n, 3) for n in quotients]
+    for node, row in rows:
+        _pass_on(graph, node, whole, row)
+
+
+def _over_scale(products: list[Any], first: Any) -> tuple[Any, list[Any]]:
+    """The scale's gradients among the readers of sum d z: sum d z / w; and w."""
+    for n in (n for product in products for view in product.users for n in view.users):
+        names: dict[str, Any] = {}
+        if match(_OVER_SCALE, n, names, {}) and names["w"] < first:
+            return names["w"], [n]
+    return None, []

@@ -1,0 +1,113 @@
+"""The Triton kernels behind `moments.py`. An image in NHWC is a matrix of pixels x channels.
+
+A program takes the sums of some channels over a part of the pixels; a second kernel adds the parts in a fixed order.
+"""
+
+# ruff: noqa: N803 -- constants are in capitals, as Triton's are
+# mypy: disable-error-code="import-not-found, import-untyped"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..rules.norm import TINY
+
+PROGRAMS, PARTS = 396, 512  # in all (3 for each processor of an H200), and of the pixels at most
+CHANNELS, BYTES = 64, 8192  # of a tile, at most
+
+
+@triton.jit
+def _load(z, here, inside):
+    return tl.load(z + here, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _moments_kernel(z, h, u, numbers, out, a, mean, d, work, pixels, part, C: tl.constexpr, BP: tl.constexpr,
+                    BC: tl.constexpr):  # fmt: skip
+    c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
+    mu = tl.load(mean + c, mask=c < C, other=0.0)
+    total = tl.zeros((BP, BC), tl.float32)
+    along = tl.zeros((BP, BC), tl.float32)
+    third = tl.zeros((BP, BC), tl.float32)
+    if numbers is not None:
+        scale = tl.load(numbers + c, mask=c < C, other=0.0)
+        shift = tl.load(numbers + C + c, mask=c < C, other=0.0)
+    for start in range(tl.program_id(0) * part, min(pixels, (tl.program_id(0) + 1) * part), BP):
+        p = start + tl.arange(0, BP)[:, None]
+        inside = (p < pixels) & (c < C)
+        here = p * C + c
+        v = _load(z, here, inside)
+        if h is not None:
+            v += _load(h, here, inside)
+            open = _load(u, here, inside)
+            if numbers is not None:
+                open = (open * scale + shift).to(u.dtype.element_ty).to(tl.float32)
+            rounded = tl.where(open > 0, v, 0.0).to(out.dtype.element_ty)
+            tl.store(out + here, rounded, mask=inside)
+            v = rounded.to(tl.float32)
+        total += v
+        along += v * (_load(a, here, inside) - mu)
+        if d is not None:
+            third += v * _load(d, here, inside)
+    rows = 2 if d is None else 3
+    place = work + tl.program_id(0) * (rows * C) + tl.program_id(1) * BC + tl.arange(0, BC)
+    known = tl.program_id(1) * BC + tl.arange(0, BC) < C
+    tl.store(place, tl.sum(total, 0), mask=known)
+    tl.store(place + C, tl.sum(along, 0), mask=known)
+    if d is not None:
+        tl.store(place + 2 * C, tl.sum(third, 0), mask=known)
+
+
+@triton.jit
+def _sum_of(work, parts, row, c, ROWS: tl.constexpr, C: tl.constexpr, BS: tl.constexpr):
+    s = tl.arange(0, BS)[:, None]
+    values = tl.load(work + (s * ROWS + row) * C + c[None, :], mask=(s < parts) & (c < C)[None, :], other=0.0)
+    return tl.sum(values, 0)
+
+
+@triton.jit
+def _finish_kernel(work, rstd, w, sums, parts, ROWS: tl.constexpr, C: tl.constexpr, BS: tl.constexpr,
+                   BC: tl.constexpr, TINY: tl.constexpr):  # fmt: skip
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    known = c < C
+    tl.store(sums + c, _sum_of(work, parts, 0, c, ROWS, C, BS), mask=known)
+    along = _sum_of(work, parts, 1, c, ROWS, C, BS) * tl.load(rstd + c, mask=known, other=0.0)
+    tl.store(sums + C + c, along, mask=known)
+    if ROWS == 3:
+        product = _sum_of(work, parts, 2, c, ROWS, C, BS)
+        tl.store(sums + 2 * C + c, product, mask=known)
+        if w is not None:
+            scale = tl.load(w + c, mask=known, other=1.0).to(tl.float32)
+            tl.store(sums + 3 * C + c, product / tl.where(tl.abs(scale) < TINY, TINY, scale), mask=known)
+
+
+def moments(z: Tensor, a: Tensor, mean: Tensor, rstd: Tensor, d: Tensor | None, w: Tensor | None) -> Tensor:
+    return _run(z, None, None, None, None, a, mean, rstd, d, w)
+
+
+def gated_moments(
+    g: Tensor, h: Tensor, u: Tensor, numbers: Tensor | None, a: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    z = torch.empty_like(g)
+    return z, _run(g, h, u, numbers, z, a, mean, rstd, None, None)
+
+
+def _run(z, h, u, numbers, out, a, mean, rstd, d, w) -> Tensor:
+    channels = z.shape[1]
+    pixels, rows = z.numel() // channels, 2 if d is None else 3
+    columns = min(CHANNELS, triton.next_power_of_2(channels))
+    lines = max(1, BYTES // (z.element_size() * columns))
+    tiles = triton.cdiv(channels, columns)
+    part = triton.cdiv(triton.cdiv(pixels, min(PARTS, max(1, PROGRAMS // tiles))), lines) * lines
+    parts = triton.cdiv(pixels, part)
+    work = torch.empty((parts, rows, channels), dtype=torch.float32, device=z.device)
+    mean, rstd, w = (None if v is None else v.contiguous() for v in (mean, rstd, w))
+    _moments_kernel[(parts, tiles)](
+        z, h, u, numbers, out, a, mean, d, work, pixels, part, C=channels, BP=lines, BC=columns
+    )
+    sums = torch.empty((rows + (w is not None), channels), dtype=torch.float32, device=z.device)
+    _finish_kernel[(triton.cdiv(channels, 8),)](
+        work, rstd, w, sums, parts, ROWS=rows, C=channels, BS=triton.next_power_of_2(parts), BC=8, TINY=TINY
+    )
+    return sums
