@@ -7,7 +7,7 @@ import torch
 from interpreter import interpreted, needs_triton
 from torch import nn
 
-from threepass.kernels import moments
+from threepass.kernels import moments, pointwise
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -38,6 +38,16 @@ def test_moments(shape, dtype):
     close(torch.ops.threepass.moments(z, a, mean, rstd, d), sums[:3])
     close(torch.ops.threepass.moments(z, a, mean.view(1, -1, 1, 1), rstd), sums[:2])
     close(torch.ops.threepass.moments(z.contiguous(), a, mean, rstd, d), sums[:3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moments_behind_a_rectifier(dtype):
+    z, a, d, _ = images(dtype, 3, 24, 11, 13)
+    mean, rstd, w, numbers = torch.randn(24), torch.rand(24), torch.rand(24) + 0.5, torch.randn(2, 24)
+    opened = torch.where(pointwise.rectified(a, numbers) > 0, z, 0.0)
+    sums = expected(opened, a, mean, rstd, d, w)
+    close(torch.ops.threepass.moments(z, a, mean, rstd, d, w, numbers), sums)
+    close(torch.ops.threepass.moments(z, a, mean, rstd, None, None, numbers), sums[:2])
 
 
 def test_a_scale_of_zero_counts_as_a_tiny_one():

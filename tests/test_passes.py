@@ -256,15 +256,15 @@ def test_errors_behind_residual_blocks_are_kept(monkeypatch):
     warm_up(graph)
 
 
-@pytest.mark.parametrize(("mode", "gated"), [("paper", 6), ("exact", 12)])
-def test_the_sums_of_batch_norms_are_taken_at_once(monkeypatch, mode, gated):
-    """As on a GPU: pass 3's for all 13 norms, the others with the errors behind residual blocks."""
+@pytest.mark.parametrize(("mode", "back"), [("paper", 1), ("exact", 2)])
+def test_the_sums_of_batch_norms_are_taken_at_once(monkeypatch, mode, back):
+    """As on a GPU: pass 3's for all 13 norms; on each way back 6 behind residual blocks and 6 behind rectifiers."""
     monkeypatch.setattr(passes, "can_gate", lambda *tensors, numbers: True)
     monkeypatch.setattr("threepass.kernels.moments.fits", lambda *images: True)
     graph = agrees(models.resnet(14).double(), *batch(6, 3, 8, 8), mode)
     names = [str(node.target) for node in graph.nodes]
-    assert names.count("threepass.moments.default") == 13
-    assert names.count("threepass.gated_moments.default") == gated
+    assert names.count("threepass.moments.default") == 13 + 6 * back
+    assert names.count("threepass.gated_moments.default") == 6 * back
     assert "threepass.gated_sum.default" not in names
     warm_up(graph)
 

@@ -217,7 +217,9 @@ def _compiled(program: Program, inputs: Sequence[Tensor]) -> Callable[..., Any]:
             return "threepass.sums.2"  # the key of Inductor's cache on disk: another number for another pass
 
     _introduce({n.target for n in program.graph.graph.nodes if passes.is_ours(n)})
-    with torch.no_grad(), config.patch(post_grad_custom_pre_pass=Share()):
+    # Combined: a step has dozens of small kernels that do not depend on each other, a microsecond or two each.
+    combined = any(z.is_cuda for z in inputs)
+    with torch.no_grad(), config.patch(post_grad_custom_pre_pass=Share(), combo_kernels=combined):
         run: Any = compile_fx(program.graph, [*program.state, *inputs])
     return lambda values: run(*values)
 

@@ -41,6 +41,8 @@ FORWARD = {
     (2, 64): Blocks(64, 64, 4, 3), (2, 128): Blocks(64, 64, 4, 3),
 }  # fmt: skip
 INPUT = FORWARD | {(4, 32): Blocks(64, 32, 2), (4, 64): Blocks(32, 64, 4, 3), (4, 128): Blocks(32, 64, 4, 3)}
+# The same, on the way back to an image's channels.
+THIN_INPUT = INPUT | {(2, 64): Blocks(128, 64, 4, 3), (4, 64): Blocks(128, 64, 4, 2)}
 
 # By bytes and the input channels: tiles x k covers the 9 C rows of the gradient, or a part of them, and the grid the
 # rest.
@@ -344,7 +346,7 @@ def forward_tangent(
 def backward_input(
     d: Tensor, w: Tensor, stride: int, size: tuple[int, int], opened: Tensor | None, blocks: Blocks | None = None
 ) -> Tensor:
-    blocks = blocks or blocks_for(INPUT, d)
+    blocks = blocks or blocks_for(THIN_INPUT if w.shape[1] < 16 else INPUT, d)
     g = _empty(d, w.shape[1], size)
     constants = {
         "C": w.shape[0], "N": w.shape[1], "H": size[0], "W": size[1], "SC": w.stride(0), "SN": w.stride(1),

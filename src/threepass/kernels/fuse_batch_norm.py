@@ -1,11 +1,11 @@
 """Puts `moments` into a captured step's graph: the sums that batch norm's rule takes of a tangent or an error.
 
     pass 3            sum t,  sum x̂ t  and, for the scale's gradient,  sum d t
-    pass 2            sum z,  sum x̂ z  of a residual block's error z, with the making of z
+    pass 2            sum d,  sum x̂ d
     exact, way back   the same sums of R{d}
 
-x̂ = (a - mean) / std, and 1 / std comes out of the sum. Other errors of pass 2 stay with the compiler, which makes them
-(by a gate) in the kernels that read them.
+An error behind a residual block is made in the same kernel. One behind a rectifier is a gate of something in memory:
+there the kernel has the gate, and the compiler makes the error once more where it needs it.
 """
 
 import operator
@@ -21,6 +21,7 @@ from ..precision import accumulate_dtype
 from ..rules.norm import TINY
 from . import moments
 from .match import match, source, value_of
+from .pointwise import rectified
 
 _aten, _ours = torch.ops.aten, torch.ops.threepass
 _sum, _mul, _copy, _view = _aten.sum.dim_IntList, _aten.mul.Tensor, _aten._to_copy.default, _aten.view.default
@@ -56,18 +57,38 @@ def fuse_batch_norms(graph: Graph) -> None:
 
 
 def _fuse_backward(graph: Graph, node: Any) -> None:
-    """A batch norm's backward behind a residual block's error."""
     z, a, weight, _, _, mean, rstd, training, _, _ = node.args
-    if z.target is not _ours.gated_sum.default or weight is None or not training or not mean < z or not rstd < z:
+    if weight is None or not training or is_written(z) or is_written(a):
         return
-    if not _fits(z, a, mean):
+    sums = _sums(graph, node, z, a, mean, rstd)
+    if sums is None:
         return
-    sums = _gate(graph, z, a, mean, rstd)
     for part in list(node.users):
         if part.args[1] == 0:
             put(part, moments.error, (z, a, weight, mean, rstd, sums))
         else:
             _pass_on(graph, part, sums, 2 - part.args[1])
+
+
+def _sums(graph: Graph, place: Any, z: Any, a: Any, mean: Any, rstd: Any, d: Any = None, w: Any = None) -> Node | None:
+    """Takes the moments of z: with the making of z if that is a gated sum, else in a given place; None: not at all."""
+    numbers = None
+    if z.target is _aten.threshold_backward.default and z.args[2] == 0:
+        (z, u, _) = z.args
+        if u.target is not rectified or u.args[0] is not a:
+            return None
+        numbers = u.args[1]
+    made = not is_elementwise(z) and not isinstance(z.target, FunctionType)  # `gated` and its like
+    if not made or not _fits(z, a, mean):
+        return None
+    if z.target is _ours.gated_sum.default and mean < z and rstd < z and d is None:
+        with graph.inserting_before(z):
+            both = call(graph, _ours.gated_moments.default, (*z.args, a, mean, rstd))
+        put(z, operator.getitem, (both, 0))
+        with graph.inserting_after(z):
+            return call(graph, operator.getitem, (both, 1))
+    with graph.inserting_before(place):
+        return call(graph, _ours.moments.default, (z, a, mean, rstd, d, w, numbers))
 
 
 def _pass_on(graph: Graph, node: Any, sums: Node, row: int) -> None:
@@ -94,15 +115,6 @@ def _may_be_wide(reader: Any) -> bool:
 def _fits(z: Any, a: Any, mean: Any) -> bool:
     exact = accumulate_dtype(value_of(z).dtype)  # a CPU's batch norm rounds its mean
     return value_of(mean).dtype == exact and moments.fits(value_of(z), value_of(a))
-
-
-def _gate(graph: Graph, z: Any, a: Any, mean: Any, rstd: Any) -> Node:
-    """Takes the moments with the gated sum z; returns them."""
-    with graph.inserting_before(z):
-        both = call(graph, _ours.gated_moments.default, (*z.args, a, mean, rstd))
-    put(z, operator.getitem, (both, 0))
-    with graph.inserting_after(z):
-        return call(graph, operator.getitem, (both, 1))
 
 
 def _find_sums(graph: Graph) -> list[_Sums]:
@@ -138,23 +150,19 @@ def _fuse_sums(graph: Graph, sums: _Sums) -> None:
     inner: dict[Any, Any] = {}
     match(_X_HAT, sums.x_hat, names, inner)
     mean = next(n for n, pattern in inner.items() if pattern is _X_HAT[1][2])
-    z, a = sums.z, source(names["a"])
+    z, a, rstd = sums.z, source(names["a"]), names["rstd"]
     first = min((*sums.totals, *sums.along))
     d = next((d for d in sums.products if d < first and _fits(z, d, mean) and not is_written(d)), None)
-    made = not is_elementwise(z) and not isinstance(z.target, FunctionType)  # `gated` and its like
-    if not made or not z < first or is_written(z) or is_written(a) or not _fits(z, a, mean):
+    if not z < first or is_written(z) or is_written(a):
         return
-    rstd, rows = names["rstd"], [(n, 0) for n in sums.totals] + [(n, 1) for n in sums.along]
-    if z.target is _ours.gated_sum.default and mean < z and rstd < z and d is None:
-        whole = _gate(graph, z, a, mean, rstd)
-    else:
-        products = [] if d is None else sums.products[d]
-        weight, quotients = _over_scale(products, first)
-        with graph.inserting_before(first):
-            whole = call(graph, _ours.moments.default, (z, a, mean, rstd, d, weight))
-        rows += [(n, 2) for n in products] + [(n, 3) for n in quotients]
-    for node, row in rows:
-        _pass_on(graph, node, whole, row)
+    products = [] if d is None else sums.products[d]
+    weight, quotients = _over_scale(products, first)
+    whole = _sums(graph, first, z, a, mean, rstd, d, weight)
+    if whole is None:
+        return
+    for row, nodes in enumerate((sums.totals, sums.along, products, quotients)):
+        for node in nodes:
+            _pass_on(graph, node, whole, row)
 
 
 def _over_scale(products: list[Any], first: Any) -> tuple[Any, list[Any]]:

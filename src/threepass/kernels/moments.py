@@ -1,6 +1,7 @@
 """The sums that a batch norm takes on its way through a step, in one reading of what they are sums of.
 
-moments         of a tangent, or an error, z:  sum z,  sum x̂ z,  and with d and w  sum d z  and  sum d z / w
+moments         of a tangent, or an error, z:  sum z,  sum x̂ z,  and with d and w  sum d z  and  sum d z / w; with the
+                norm's numbers (`pointwise.py`), of z where the rectified norm of a is positive
 gated_moments   the first two of a residual block's error z, which is made on the way as by `gated_sum`
 
 x̂ = (a - mean) rstd of the norm's input a; results are rows of channels in float32. As in `rules/norm.py` a scale w of
@@ -14,7 +15,7 @@ from torch.library import custom_op
 
 from ..precision import accumulate_dtype
 from ..rules.norm import not_zero
-from .pointwise import can_gate, gate
+from .pointwise import can_gate, gate, rectified
 
 DIMS = [0, 2, 3]
 
@@ -26,17 +27,24 @@ def fits(*images: Tensor) -> bool:
 
 @custom_op("threepass::moments", mutates_args=())
 def moments(
-    z: Tensor, a: Tensor, mean: Tensor, rstd: Tensor, d: Tensor | None = None, w: Tensor | None = None
+    z: Tensor,
+    a: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    d: Tensor | None = None,
+    w: Tensor | None = None,
+    numbers: Tensor | None = None,
 ) -> Tensor:
     if fits(z, a, *([] if d is None else [d])) and mean.dtype == rstd.dtype == torch.float32:
         from . import moments_triton
 
-        return moments_triton.moments(z, a, mean, rstd, d, w)
-    return _plain(z, a, mean, rstd, d, w)
+        return moments_triton.moments(z, a, mean, rstd, d, w, numbers)
+    opened = z if numbers is None else torch.where(rectified(a, numbers) > 0, z, 0.0)
+    return _plain(opened, a, mean, rstd, d, w)
 
 
 @moments.register_fake
-def _(z, a, mean, rstd, d=None, w=None):
+def _(z, a, mean, rstd, d=None, w=None, numbers=None):
     return _empty(z, 2 + (d is not None) + (w is not None))
 
 

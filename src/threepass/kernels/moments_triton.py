@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..rules.norm import TINY
 
-PROGRAMS, PARTS = 396, 512  # in all (3 for each processor of an H200), and of the pixels at most
+PROGRAMS = 264  # 2 for each processor of an H200
 CHANNELS, BYTES = 64, 8192  # of a tile, at most
+STAGES = 3  # tiles that are on their way
 
 
 @triton.jit
@@ -24,7 +25,7 @@ def _load(z, here, inside):
 
 @triton.jit
 def _moments_kernel(z, h, u, numbers, out, a, mean, d, work, pixels, part, C: tl.constexpr, BP: tl.constexpr,
-                    BC: tl.constexpr):  # fmt: skip
+                    BC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     mu = tl.load(mean + c, mask=c < C, other=0.0)
     total = tl.zeros((BP, BC), tl.float32)
@@ -33,21 +34,25 @@ def _moments_kernel(z, h, u, numbers, out, a, mean, d, work, pixels, part, C: tl
     if numbers is not None:
         scale = tl.load(numbers + c, mask=c < C, other=0.0)
         shift = tl.load(numbers + C + c, mask=c < C, other=0.0)
-    for start in range(tl.program_id(0) * part, min(pixels, (tl.program_id(0) + 1) * part), BP):
+    first = tl.program_id(0) * part
+    for start in tl.range(first, min(pixels, first + part), BP, num_stages=STAGES):
         p = start + tl.arange(0, BP)[:, None]
         inside = (p < pixels) & (c < C)
         here = p * C + c
-        v = _load(z, here, inside)
+        v, signal = _load(z, here, inside), _load(a, here, inside)
         if h is not None:
             v += _load(h, here, inside)
-            open = _load(u, here, inside)
+        if u is not None or numbers is not None:
+            opened = signal if u is None else _load(u, here, inside)
             if numbers is not None:
-                open = (open * scale + shift).to(u.dtype.element_ty).to(tl.float32)
-            rounded = tl.where(open > 0, v, 0.0).to(out.dtype.element_ty)
+                opened = (opened * scale + shift).to(a.dtype.element_ty).to(tl.float32)
+            v = tl.where(opened > 0, v, 0.0)
+        if out is not None:
+            rounded = v.to(out.dtype.element_ty)
             tl.store(out + here, rounded, mask=inside)
             v = rounded.to(tl.float32)
         total += v
-        along += v * (_load(a, here, inside) - mu)
+        along += v * (signal - mu)
         if d is not None:
             third += v * _load(d, here, inside)
     rows = 2 if d is None else 3
@@ -60,30 +65,28 @@ def _moments_kernel(z, h, u, numbers, out, a, mean, d, work, pixels, part, C: tl
 
 
 @triton.jit
-def _sum_of(work, parts, row, c, ROWS: tl.constexpr, C: tl.constexpr, BS: tl.constexpr):
-    s = tl.arange(0, BS)[:, None]
-    values = tl.load(work + (s * ROWS + row) * C + c[None, :], mask=(s < parts) & (c < C)[None, :], other=0.0)
-    return tl.sum(values, 0)
-
-
-@triton.jit
 def _finish_kernel(work, rstd, w, sums, parts, ROWS: tl.constexpr, C: tl.constexpr, BS: tl.constexpr,
                    BC: tl.constexpr, TINY: tl.constexpr):  # fmt: skip
+    """Sums [parts, ROWS, C] over the parts, in a fixed order."""
+    row = tl.program_id(1)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
+    s = tl.arange(0, BS)[:, None]
     known = c < C
-    tl.store(sums + c, _sum_of(work, parts, 0, c, ROWS, C, BS), mask=known)
-    along = _sum_of(work, parts, 1, c, ROWS, C, BS) * tl.load(rstd + c, mask=known, other=0.0)
-    tl.store(sums + C + c, along, mask=known)
-    if ROWS == 3:
-        product = _sum_of(work, parts, 2, c, ROWS, C, BS)
-        tl.store(sums + 2 * C + c, product, mask=known)
-        if w is not None:
+    values = tl.load(work + (s * ROWS + row) * C + c[None, :], mask=(s < parts) & known[None, :], other=0.0)
+    total = tl.sum(values, 0)
+    if row == 1:
+        total *= tl.load(rstd + c, mask=known, other=0.0)
+    tl.store(sums + row * C + c, total, mask=known)
+    if w is not None:  # noqa: SIM102 -- this one is settled when the kernel is compiled
+        if row == 2:
             scale = tl.load(w + c, mask=known, other=1.0).to(tl.float32)
-            tl.store(sums + 3 * C + c, product / tl.where(tl.abs(scale) < TINY, TINY, scale), mask=known)
+            tl.store(sums + 3 * C + c, total / tl.where(tl.abs(scale) < TINY, TINY, scale), mask=known)
 
 
-def moments(z: Tensor, a: Tensor, mean: Tensor, rstd: Tensor, d: Tensor | None, w: Tensor | None) -> Tensor:
-    return _run(z, None, None, None, None, a, mean, rstd, d, w)
+def moments(
+    z: Tensor, a: Tensor, mean: Tensor, rstd: Tensor, d: Tensor | None, w: Tensor | None, numbers: Tensor | None
+) -> Tensor:
+    return _run(z, None, None, numbers, None, a, mean, rstd, d, w)
 
 
 def gated_moments(
@@ -99,15 +102,16 @@ def _run(z, h, u, numbers, out, a, mean, rstd, d, w) -> Tensor:
     columns = min(CHANNELS, triton.next_power_of_2(channels))
     lines = max(1, BYTES // (z.element_size() * columns))
     tiles = triton.cdiv(channels, columns)
-    part = triton.cdiv(triton.cdiv(pixels, min(PARTS, max(1, PROGRAMS // tiles))), lines) * lines
+    part = triton.cdiv(triton.cdiv(pixels, max(1, PROGRAMS // tiles)), lines) * lines
     parts = triton.cdiv(pixels, part)
     work = torch.empty((parts, rows, channels), dtype=torch.float32, device=z.device)
     mean, rstd, w = (None if v is None else v.contiguous() for v in (mean, rstd, w))
     _moments_kernel[(parts, tiles)](
-        z, h, u, numbers, out, a, mean, d, work, pixels, part, C=channels, BP=lines, BC=columns
+        z, h, u, numbers, out, a, mean, d, work, pixels, part, C=channels, BP=lines, BC=columns, STAGES=STAGES
     )
     sums = torch.empty((rows + (w is not None), channels), dtype=torch.float32, device=z.device)
-    _finish_kernel[(triton.cdiv(channels, 8),)](
-        work, rstd, w, sums, parts, ROWS=rows, C=channels, BS=triton.next_power_of_2(parts), BC=8, TINY=TINY
-    )
+    _finish_kernel[(triton.cdiv(channels, 8), rows)](
+        work, rstd, w, sums, parts, ROWS=rows, C=channels, BS=triton.next_power_of_2(parts), BC=8, TINY=TINY,
+        num_warps=8,
+    )  # fmt: skip
     return sums
