@@ -306,6 +306,18 @@ def test_only_equal_sums_are_shared():
     same(program(a), before, 0)
 
 
+def test_in_half_formats_cheap_products_leave_no_signal_for_pass_3(monkeypatch):
+    """Backpropagation's products are taken in pass 2, and pass 3 reads its gates off the errors, but for the last one."""
+    monkeypatch.setattr(conv, "fits", lambda stride, *z, weight: all(map(channels_last, z)))
+    model, x, y = problem("plain", torch.bfloat16)
+    model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    graph = trace(*step_of(model, x, y), kernels=True).graph.graph
+    signals = [n for n in graph.nodes if n.target is torch.ops.threepass.conv3x3.default and n.args[4]]
+    assert len(signals) == 7
+    pass_3 = min(n for n in graph.nodes if n.target is torch.ops.threepass.conv3x3.default and not n.args[4])
+    assert all(user < pass_3 for u in signals[:-1] for user in u.users)
+
+
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kernels_take_the_place_of_convolutions_and_their_neighbours(mode, dtype, monkeypatch):
@@ -317,12 +329,12 @@ def test_kernels_take_the_place_of_convolutions_and_their_neighbours(mode, dtype
     step, inputs = step_of(model, x, y, mode=mode)
     ours, theirs = trace(step, inputs, kernels=True), trace(step, inputs, kernels=False)
     found = Counter(node.target for node in ours.graph.graph.nodes)
-    kernels, carried = torch.ops.threepass, mode == "paper" and dtype == torch.float32
+    kernels, paper, half = torch.ops.threepass, mode == "paper", dtype == torch.bfloat16
     layers = 7  # the head is linear, and the last gate is read by the mean's error
-    assert found[kernels.conv3x3.default] == (2 * layers if carried else layers + 1)
-    assert found[kernels.conv3x3_tangent.default] == (0 if carried else layers - 1)
-    assert found[kernels.conv3x3_input.default] == (layers if mode == "paper" else 2 * layers - 1)
-    assert found[kernels.conv3x3_weight.default] == (layers if mode == "paper" else 2 * layers)
+    assert found[kernels.conv3x3.default] == (2 * layers if paper else layers + 1)  # pass 3 carries the mix, or t
+    assert found[kernels.conv3x3_tangent.default] == (0 if paper else layers - 1)
+    assert found[kernels.conv3x3_input.default] == (layers if paper else 2 * layers - 1)
+    assert found[kernels.conv3x3_weight.default] == (layers if paper and not half else 2 * layers)
     assert found[torch.ops.aten.convolution.default] == found[torch.ops.aten.convolution_backward.default] == 0
     fits["now"] = False
     same(ours(*inputs), theirs(*inputs), 1e-6 if dtype == torch.float32 else 2e-2)

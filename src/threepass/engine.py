@@ -119,13 +119,15 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, wei
         output, loss = forward(model, loss_fn, x, y, options, tape, paths)
 
         # How the two terms will meet at a weight. apart: in a product each, because they were asked for, or because
-        # half formats would lose t. relative: in a compiled step, in one product with the mix a + k t. mixed: pass 3
-        # carries the mix itself.
+        # half formats would lose t. relative: in a compiled step, in one product with the mix a + k t; but in half
+        # formats a has to wait in memory for that, so that products which are cheap stay apart. mixed: pass 3 carries
+        # the mix itself.
         third = third and (options.third > 0 or options.separate)
         half = bool(tape.half)
-        relative = weights is not None and options.back > 0 and not options.separate
-        apart = options.separate or (half and not relative)
         program = tape.program(to_the_end=options.exact and third)
+        cheap = half and third and not options.exact and tape.has_cheap_products(program)
+        relative = weights is not None and options.back > 0 and not options.separate and not cheap
+        apart = options.separate or (half and not relative)
         mixed = third and not (options.exact or apart or half) and tape.carries_mix(program)
         if mixed and weights is None:  # a compiler sees by itself what is needed
             for op, _, _ in program:

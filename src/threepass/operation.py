@@ -58,6 +58,11 @@ class Operation:
         made = self.map()
         return made is not None and made.mix is not None
 
+    @property
+    def has_cheap_products(self) -> bool:
+        made = None if self.rule is None or self.output is None else self.map()
+        return made is not None and made.cheap()
+
     def keep_gates(self) -> None:
         """Before pass 2, where pass 3 will carry the mix: lets go of a, and of a rectifier's u all but its sign."""
         if self.output is None or self.rule is None:

@@ -11,6 +11,9 @@ that takes the mix. The same goes for smooth activations in pass 3.
 
 Residual errors. What comes back behind a residual block is read by many: it is made once, as a tensor of its own.
 
+Products. A weight's gradient goes behind its operands. Where backpropagation has one of its own (half formats, by our
+kernels), that is in pass 2, so that again nothing needs u behind it.
+
 Mixes. A mix that two weights take is made once.
 
 Alphas. Inductor folds the sum of two matrix products into one call and forgets the factor of `add(a, b, alpha=c)` on
@@ -46,6 +49,7 @@ def apply(graph: GraphModule, kernels: bool) -> None:
     share_mixes(graph.graph)
     rectify_again(graph.graph)
     activate_again(graph.graph)
+    take_products_early(graph.graph)
     mark_gates(graph.graph)
     if kernels:
         from .kernels.fuse import fuse
@@ -102,6 +106,17 @@ def take_sums_early(graph: Graph) -> None:
             for z in sorted(chain, key=lambda n: place[n]):
                 last.append(z)
                 last = z
+
+
+def take_products_early(graph: Graph) -> None:
+    """Puts the weight gradients of convolutions, and what reads them, behind the last of their operands."""
+    for node in list(graph.nodes):
+        if node.target is _aten.convolution_backward.default and list(node.args[10]) == [False, True, False]:
+            last = max(node.all_input_nodes)
+            if last.op == "call_function":
+                last.append(node)
+                for result in node.users:
+                    node.append(result)
 
 
 def is_elementwise(node: Node) -> bool:

@@ -91,6 +91,11 @@ class Record(Activations):
             return False
         return all(op.carries_mix for op, _, _ in program)
 
+    def has_cheap_products(self, program: Program) -> bool:
+        """Whether all weights but those of the last layer take products that are cheap."""
+        others = [op for op, _, _ in program if op.weights][1:]  # the program runs from its end
+        return bool(others) and all(op.has_cheap_products for op in others)
+
     def wants(self, z: Spot) -> bool:
         """Whether R{d} of z goes anywhere: on along the tape, or from an input on to weights before it."""
         return all(z is not start or source.requires_grad for source, _, start in self.inputs)

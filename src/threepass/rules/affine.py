@@ -4,6 +4,8 @@ The signal is a itself, `push` is the layer without its bias, `pull` its transpo
 is the weight's gradient: d (x) a in pass 2, d (x) t in pass 3, d (x) mix for both at once.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -74,7 +76,14 @@ def _convolution(u, a, weight, bias, stride, padding, dilation, transposed, outp
         pull=lambda d: backward(d, signal, True, False, False)[0].to(a.dtype),
         grad={weight: lambda d, s: backward(d, s, False, True, False)[1]},
         add={} if bias is None else {bias: lambda d: d.sum([0, *range(2, d.dim())])},
+        cheap=lambda: _is_cheap(signal, w, u, how),
     )
+
+
+def _is_cheap(a: Tensor, w: Tensor, u: Tensor, how: tuple[Any, ...]) -> bool:
+    from ..kernels.fuse import pays  # it needs the compiler, which imports rules
+
+    return pays(a, w, u, *how)
 
 
 def _times(back, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:

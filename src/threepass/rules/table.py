@@ -22,6 +22,10 @@ from torch import Tensor
 Signal = list[Tensor | None]
 
 
+def _never() -> bool:
+    return False
+
+
 def _same(t: Tensor) -> Tensor:
     return t
 
@@ -42,6 +46,7 @@ class Map:
     third    behind a tap, where d is the error of a: for each weight but additive ones, (d, s) -> pass 3's gradient
     mix      (m, back) -> the mix of u from m, the mix back * a + third * t of a; given only where u = J a + b, with J
              the same for a and t, so that pass 3 can carry m alone: m -> J m + back * b
+    cheap    () -> whether a compiled step has kernels of ours for `grad`, so that a second product costs little
     """
 
     push: Callable[..., Tensor]
@@ -54,6 +59,7 @@ class Map:
     add: dict[Tensor, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     third: dict[Tensor, Callable[[Tensor, Any], Tensor]] = field(default_factory=dict)
     mix: Callable[[Tensor, float | Tensor], Tensor] | None = None
+    cheap: Callable[[], bool] = _never
 
 
 @dataclass(frozen=True, slots=True, eq=False)
