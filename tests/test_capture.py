@@ -307,7 +307,7 @@ def test_only_equal_sums_are_shared():
 
 
 def test_in_half_formats_cheap_products_leave_no_signal_for_pass_3(monkeypatch):
-    """Backpropagation's products are taken in pass 2, and pass 3 reads its gates off the errors, but for the last one."""
+    """Backpropagation's products are taken in pass 2, and pass 3 reads its gates off the errors, all but the last."""
     monkeypatch.setattr(conv, "fits", lambda stride, *z, weight: all(map(channels_last, z)))
     model, x, y = problem("plain", torch.bfloat16)
     model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
