@@ -3,11 +3,12 @@
 Time: methods take turns within every round, so that whatever else the machine does hits all alike. A sample is as many
 steps in a row as last 5 ms, between two CUDA events or two readings of `perf_counter`, and counts as one step's mean.
 Before it comes a step that does not count: as in training, a step then follows one of its own kind, and finds memory
-and caches as that one left them. On a GPU it is at least 4 steps: what the host does for a step then goes on while the
-GPU does the one before it.
+and caches as that one left them. On a GPU it is at least 4 steps, and the clock starts when the GPU is through with
+that step, while the host is ahead of it: what the host does for a step goes on while the GPU does the one before it.
 
-Memory: the most bytes that torch's allocator had handed out at once during a step, beyond those before it: activations,
-errors, gradients and temporaries, not the weights and the batch. On a GPU the allocator counts them itself. On a CPU
+Memory: the most bytes that torch's allocator was asked for and held at once during a step, beyond those before it:
+activations, errors, gradients and temporaries, not the weights and the batch. On a GPU the allocator counts them itself
+(what it adds by its own rounding, up to a MiB for a tensor, depends on what ran before, and is left out). On a CPU
 every allocation and release is read from a profiler's trace of one step; the process's resident size (freed pages
 stay) and a count of tensors in Python (blind to temporaries) are not exact. Scratch space that a vendor's library takes
 by its own malloc is not seen.
@@ -56,7 +57,6 @@ def sample(step: Run, repeats: int, cuda: bool) -> float:
             step()
         return (time.perf_counter() - begin) / repeats
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
     start.record()
     for _ in range(repeats):
         step()
@@ -78,10 +78,10 @@ def peak_bytes(step: Run, cuda: bool) -> int:
 def _cuda_peak_bytes(step: Run) -> int:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     step()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
 
 
 def _cpu_peak_bytes(step: Run) -> int:
