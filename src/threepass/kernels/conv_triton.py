@@ -51,7 +51,7 @@ WEIGHT = {
     (4, 32): Blocks(64, 32, tiles=3, splits=88), (4, 64): Blocks(64, 64, tiles=3, splits=44),
     (4, 128): Blocks(64, 64, splits=16),
     (2, 4): Blocks(64, 32, splits=264), (2, 16): Blocks(64, 64, 4, 2, splits=132),
-    (2, 32): Blocks(64, 64, 4, 2, splits=132), (2, 64): Blocks(64, 64, 4, 2, splits=44),
+    (2, 32): Blocks(64, 64, 4, 2, splits=132), (2, 64): Blocks(64, 64, 4, 2, splits=32),
     (2, 128): Blocks(64, 64, 4, 2, splits=16),
 }  # fmt: skip
 NARROW_WEIGHT = Blocks(64, 64, tiles=3, splits=264)
