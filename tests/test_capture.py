@@ -378,16 +378,17 @@ def test_a_wrong_compiler_is_noticed(monkeypatch):
     same(everything(r), everything(threepass.three_pass(model, F.cross_entropy, x, y)), 0)
 
 
-def test_a_compiled_rectifier_net_needs_the_memory_of_plain_training():
-    """Bytes that the allocator hands out, with Inductor's own plan of buffers."""
+@pytest.mark.parametrize(("mode", "most"), [("paper", 1.15), ("exact", 2.0)])
+def test_the_memory_of_a_compiled_rectifier_net(mode, most):
+    """Relative to plain training: bytes that the allocator hands out, with Inductor's own plan of buffers."""
     torch.manual_seed(0)
     model, x, y = plain(20, width=8), torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
     model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
-    step, inputs = step_of(model, x, y)
+    step, inputs = step_of(model, x, y, mode=mode)
     inputs[2] = inputs[2].float()
     three = capture(step, inputs)
     two = capture(lambda x, y: torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters())), [x, y])
-    assert peak_bytes(lambda: three(*inputs), cuda=False) <= 1.15 * peak_bytes(lambda: two(x, y), cuda=False)
+    assert peak_bytes(lambda: three(*inputs), cuda=False) <= most * peak_bytes(lambda: two(x, y), cuda=False)
 
 
 class Written(nn.Linear):

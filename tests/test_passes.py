@@ -226,6 +226,30 @@ def test_gradients_in_their_parameters_formats(packs, mode):
         assert (g.float() - e).norm() < 0.1 * e.norm()
 
 
+@pytest.mark.parametrize(("dtype", "count"), [(torch.float64, 1), (torch.bfloat16, 2)])
+def test_exact_mode_forgets_a_signal_and_makes_it_again(dtype, count):
+    """A late one of the largest: nothing reads it between pass 2 and the place in pass 3 where it is made again."""
+    model, (x, y) = models.plain(20), batch(6, 3, 8, 8)
+    if dtype == torch.float64:
+        graph = agrees(model.double(), x, y, "exact")
+    else:
+        graph = program_of(model.to(dtype), x.to(dtype), y, "exact")[0].graph.graph
+    again = [n for n in graph.nodes if n.target is torch.ops.threepass.convolution.default]
+    assert len(again) == count
+    rectified = {n.args[0].args[:3]: n for n in graph.nodes if n.target is aten.relu.default and n.args[0] not in again}
+    for z in again:
+        (made,) = z.users
+        twin = rectified[z.args[:3]]
+        assert twin.meta["val"].shape == made.meta["val"].shape
+        assert all(n < z for n in twin.users)
+        assert len(made.users) >= 3  # a gate, a mix, and exact mode's product
+    assert not any(n.target is torch.ops.threepass.convolution.default for n in paper_graph(model, x, y).nodes)
+
+
+def paper_graph(model, x, y):
+    return program_of(model.double(), x, y, "paper")[0].graph.graph
+
+
 class Branches(nn.Module):
     """Two weights that take the same signal, as at the head of a residual block that changes its size."""
 

@@ -14,6 +14,10 @@ Residual errors. What comes back behind a residual block is read by many: it is 
 Products. A weight's gradient goes behind its operands. Where backpropagation has one of its own (half formats, by our
 kernels), that is in pass 2, so that again nothing needs u behind it.
 
+Forgotten signals. Exact mode keeps a and d of all layers, and at the start of pass 3 a tangent and a mix beside them.
+So one of the largest signals (in half formats two) is forgotten behind pass 2, and made again where pass 3 comes to it,
+by when it has let go of as many errors: one product more in a hundred.
+
 Mixes. A mix that two weights take is made once.
 
 Alphas. Inductor folds the sum of two matrix products into one call and forgets the factor of `add(a, b, alpha=c)` on
@@ -28,6 +32,7 @@ to take them in one go: it goes back to its operands.
 """
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,7 +43,7 @@ from torch.fx.node import map_aggregate, map_arg
 from torch.utils._pytree import tree_map
 
 from .kernels.pointwise import can_gate, rectified
-from .precision import accumulate_dtype, mix_of
+from .precision import HALF, accumulate_dtype, mix_of
 
 _aten = torch.ops.aten
 
@@ -51,6 +56,8 @@ def apply(graph: GraphModule, kernels: bool) -> None:
     activate_again(graph.graph)
     take_products_early(graph.graph)
     mark_gates(graph.graph)
+    again = forget(graph.graph)
+    keep_sums_of_errors(graph.graph)
     if kernels:
         from .kernels.fuse import fuse
         from .kernels.fuse_batch_norm import fuse_batch_norms
@@ -61,6 +68,9 @@ def apply(graph: GraphModule, kernels: bool) -> None:
         fuse_layer_norms(graph.graph)
         keep_gated_sums(graph.graph)
         fuse_batch_norms(graph.graph)
+    for node in again:
+        if node.target is _aten.convolution.default:  # `share_sums` would find that it is there already
+            node.target = torch.ops.threepass.convolution.default
     open_mixes(graph.graph)
     graph.graph.eliminate_dead_code()
 
@@ -292,6 +302,76 @@ def mark_gates(graph: Graph) -> None:
             put(first, marked, (first.args[0], u))
             for gate in later:
                 put(gate, gated, (gate.args[0], first))
+
+
+@torch.library.custom_op("threepass::convolution", mutates_args=())
+def convolution(
+    a: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """The framework's, as an operation that is not taken for one that was there before."""
+    return _aten.convolution(a, w, bias, stride, padding, dilation, transposed, output_padding, groups)
+
+
+convolution.register_fake(_aten.convolution.default)
+
+EARLY = 3  # so many layers are over before pass 3 has let go of as much as it adds
+
+
+def forget(graph: Graph) -> list[Node]:
+    """Makes some rectified convolutions once more for pass 3; returns those convolutions."""
+    place = {n: i for i, n in enumerate(graph.nodes)}
+    first: dict[Any, Any] = {}
+    for n in graph.nodes:
+        if n.target is _aten.threshold_backward.default and n.args[2] == 0 and _is_rectified_product(n.args[1]):
+            first.setdefault(n.args[1], n)
+    late = {u: [n for n in u.users if place[n] > place[gate]] for u, gate in first.items()}
+    kept = [u for u in sorted(late, key=lambda u: place[u]) if late[u]]
+    if len(kept) <= EARLY:
+        return []
+    size = max(u.meta["val"].numel() for u in kept)
+    again: list[Node] = []
+    chosen: set[Any] = set()
+    for u in reversed(kept[EARLY:]):
+        z: Any = u.args[0]
+        beside = z.args[0] in chosen or any(n.args[0].args[0] is u for n in chosen)
+        enough = len(chosen) == (2 if u.meta["val"].dtype in HALF else 1)
+        if u.meta["val"].numel() == size and not beside and not enough:
+            chosen.add(u)
+            with graph.inserting_before(min(late[u])):
+                again.append(call(graph, z.target, z.args, z.kwargs))
+                made = call(graph, _aten.relu.default, (again[-1],))
+            for n in late[u]:
+                n.replace_input_with(u, made)
+    return again
+
+
+def _is_rectified_product(u: Any) -> bool:
+    """Whether u is the rectified output of a convolution that nothing else reads."""
+    z: Any = u.args[0] if u.target in _RECTIFIERS else None
+    is_product = isinstance(z, Node) and z.target is _aten.convolution.default and len(z.users) == 1
+    return is_product and not is_written(u) and not any(is_written(n) for n in (z, *z.all_input_nodes))
+
+
+def keep_sums_of_errors(graph: Graph) -> None:
+    """An error's sum that waits for exact mode's to be added: in memory, or the compiler takes it only then."""
+    for node in list(graph.nodes):
+        if node.target is not _aten.sum.dim_IntList or node.args[0].meta["val"].dim() != 4 or len(node.args) > 2:
+            continue
+        n: Any = node
+        while len(n.users) == 1 and is_elementwise(n := next(iter(n.users))) and n.target is not _aten.add.Tensor:
+            pass
+        if n.target is _aten.add.Tensor:
+            with graph.inserting_after(node):
+                kept = call(graph, torch.ops.threepass.kept.default, (node,))
+            node.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
 
 
 def is_written(node: Node) -> bool:
