@@ -341,6 +341,25 @@ def test_kernels_take_the_place_of_convolutions_and_their_neighbours(mode, dtype
     fuse.warm_up(ours.graph.graph)
 
 
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("change", ["frozen first layer", "computed weight"])
+def test_kernels_in_nets_that_are_trained_in_part_or_by_other_weights(change, dtype, mode, monkeypatch):
+    fits = {"now": True}
+    monkeypatch.setattr(conv, "fits", lambda stride, *z, weight: fits["now"] and all(map(channels_last, z)))
+    model, x, y = problem("plain", dtype)
+    if change == "frozen first layer":
+        model[0].requires_grad_(False)
+    else:
+        nn.utils.parametrizations.weight_norm(model[2])
+    model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    step, inputs = step_of(model, x, y, mode=mode)
+    ours, theirs = trace(step, inputs, kernels=True), trace(step, inputs, kernels=False)
+    assert any(node.target is torch.ops.threepass.conv3x3_weight.default for node in ours.graph.graph.nodes)
+    fits["now"] = False
+    same(ours(*inputs), theirs(*inputs), 1e-5 if dtype == torch.float32 else 3e-2)
+
+
 def channels_last(z):
     return z.is_contiguous(memory_format=torch.channels_last)
 

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning"
 aten = torch.ops.aten
 
 
-def step_of(model, mode):
+def step_of(model, mode, alpha=0.3):
     def step(weights, x, y):
-        r = run(model, F.cross_entropy, x, y, Options(0.3, mode=mode), weights=(weights[0], weights[1]))
+        r = run(model, F.cross_entropy, x, y, Options(alpha, mode=mode), weights=(weights[0], weights[1]))
         return list(r.grads.values())
 
     return step
@@ -291,6 +291,95 @@ def test_the_sums_of_batch_norms_are_taken_at_once(monkeypatch, mode, back):
     assert names.count("threepass.gated_moments.default") == 6 * back
     assert "threepass.gated_sum.default" not in names
     warm_up(graph)
+
+
+def conv(i, o):
+    return nn.Conv2d(i, o, 3, padding=1)
+
+
+class Net(nn.Module):
+    """Convolutions c0 to c4, norms b0 and b1, a head: a base for what is to be wired."""
+
+    def __init__(self):
+        super().__init__()
+        self.c0, self.c1, self.c2, self.c3, self.c4 = conv(3, 4), conv(4, 4), conv(4, 4), conv(4, 4), conv(4, 4)
+        self.b0, self.b1, self.head = nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.Linear(4, 10)
+        self.gain, self.gate = nn.Parameter(torch.rand(1, 4, 1, 1)), nn.Linear(3, 4)
+
+    def out(self, v):
+        return self.head(v.mean((2, 3)))
+
+
+class RectifiedTwice(Net):
+    """A branch that ends in a rectified norm, is added, and rectified again."""
+
+    def forward(self, x):
+        u = F.relu(self.b0(self.c0(x)))
+        v = F.relu(F.relu(self.b1(self.c1(u))) + self.c2(u))
+        return self.out(F.relu(self.c3(v) + self.c4(v)))
+
+
+class TwoNorms(Net):
+    """A signal that feeds two norms."""
+
+    def forward(self, x):
+        u = self.c0(x)
+        return self.out(F.relu(self.c1(F.relu(self.b0(u))) + self.c2(F.relu(self.b1(u)))))
+
+
+class OneNormTwice(Net):
+    def forward(self, x):
+        u = self.c0(x)
+        return self.out(F.relu(self.c1(F.relu(self.b0(u))) + self.c2(F.relu(self.b0(u * 2)))))
+
+
+class HalfANorm(Net):
+    """Centred like a batch norm, but scaled by something else."""
+
+    def forward(self, x):
+        a = self.c0(x)
+        mean = torch.var_mean(a, (0, 2, 3), correction=0, keepdim=True)[1]
+        gate = torch.sigmoid(3 * self.gate(x.mean((2, 3))))[:, :, None, None]
+        return self.out(self.c2((a - mean) * gate * self.gain).tanh())
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+@pytest.mark.parametrize("make", [RectifiedTwice, TwoNorms, OneNormTwice, HalfANorm])
+def test_only_a_batch_norms_sums_are_taken_at_once(monkeypatch, make, mode):
+    monkeypatch.setattr(passes, "can_gate", lambda *tensors, numbers: True)
+    monkeypatch.setattr("threepass.kernels.moments.fits", lambda *images: True)
+    torch.manual_seed(1)
+    agrees(make().double(), *batch(6, 3, 8, 8), mode)
+
+
+class Bent(Net):
+    """A hook that writes to a part of an error."""
+
+    def forward(self, x):
+        w = self.c1(F.relu(self.c0(x)))
+        if w.requires_grad:
+            w.register_hook(halve)
+        return self.out(F.relu(w))
+
+
+def halve(d):
+    d[:, :, :1] *= 0.5
+
+
+def test_no_product_moves_over_a_write():
+    model, (x, y) = Bent().double(), batch(6, 3, 8, 8)
+    program = trace(step_of(model, "paper", alpha=1.0), [torch.tensor([1.0, 0.0], dtype=torch.float64), x, y])
+    expected = threepass.three_pass(model, F.cross_entropy, x, y, alpha=1.0).grads
+    found = program(torch.tensor([1.0, 0.0], dtype=torch.float64), x, y)
+    assert_close(dict(zip(expected, found, strict=True)), expected, 1e-10)
+
+
+def test_packs_of_several_formats_are_wide():
+    parts = [torch.randn(3).bfloat16(), torch.randn(2), torch.randn(4).bfloat16()]
+    whole = torch.ops.threepass.pack(parts)
+    assert whole.dtype == torch.float32
+    torch.testing.assert_close(whole, torch.cat([z.float() for z in parts]), rtol=0, atol=0)
+    torch.library.opcheck(torch.ops.threepass.pack.default, (parts,))
 
 
 @pytest.mark.parametrize("mode", ["paper", "exact"])

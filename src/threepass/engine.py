@@ -125,7 +125,7 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, wei
         third = third and (options.third > 0 or options.separate)
         half = bool(tape.half)
         program = tape.program(to_the_end=options.exact and third)
-        cheap = half and third and not options.exact and tape.has_cheap_products(program)
+        cheap = weights is not None and half and third and not options.exact and tape.has_cheap_products(program)
         relative = weights is not None and options.back > 0 and not options.separate and not cheap
         apart = options.separate or (half and not relative)
         mixed = third and not (options.exact or apart or half) and tape.carries_mix(program)

@@ -123,7 +123,7 @@ def take_products_early(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.target is _aten.convolution_backward.default and list(node.args[10]) == [False, True, False]:
             last = max(node.all_input_nodes)
-            if last.op == "call_function":
+            if last.op == "call_function" and not any(map(is_written, node.all_input_nodes)):
                 last.append(node)
                 for result in node.users:
                     node.append(result)

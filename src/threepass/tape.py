@@ -94,7 +94,7 @@ class Record(Activations):
     def has_cheap_products(self, program: Program) -> bool:
         """Whether all weights but those of the last layer take products that are cheap."""
         others = [op for op, _, _ in program if op.weights][1:]  # the program runs from its end
-        return bool(others) and all(op.has_cheap_products for op in others)
+        return bool(others) and not self.problems and all(op.has_cheap_products for op in others)
 
     def wants(self, z: Spot) -> bool:
         """Whether R{d} of z goes anywhere: on along the tape, or from an input on to weights before it."""

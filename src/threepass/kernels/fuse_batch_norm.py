@@ -20,15 +20,15 @@ from ..passes import call, is_elementwise, is_written, put
 from ..precision import accumulate_dtype
 from ..rules.norm import TINY
 from . import moments
-from .match import match, source, value_of
+from .match import match, may_be_wide, source, value_of
 from .pointwise import rectified
 
 _aten, _ours = torch.ops.aten, torch.ops.threepass
 _sum, _mul, _copy, _view = _aten.sum.dim_IntList, _aten.mul.Tensor, _aten._to_copy.default, _aten.view.default
-_WIDE = {"dtype": torch.float32}
 
 _STATISTICS = (_aten.var_mean.correction, "a", moments.DIMS)
-_X_HAT = (_mul, (_aten.sub.Tensor, "a", (operator.getitem, _STATISTICS, 1)), "rstd")
+_RSTD = (_aten.rsqrt.default, (_aten.add.Tensor, (operator.getitem, _STATISTICS, 0), "eps"))
+_X_HAT = (_mul, (_aten.sub.Tensor, "a", (operator.getitem, _STATISTICS, 1)), _RSTD)
 _TINY = (_aten.lt.Scalar, (_aten.abs.default, "w"), TINY)
 _OVER_SCALE = (
     _aten.div.Tensor,
@@ -81,7 +81,7 @@ def _sums(graph: Graph, place: Any, z: Any, a: Any, mean: Any, rstd: Any, d: Any
     made = not is_elementwise(z) and not isinstance(z.target, FunctionType)  # `gated` and its like
     if not made or not _fits(z, a, mean):
         return None
-    if z.target is _ours.gated_sum.default and mean < z and rstd < z and d is None:
+    if z.target is _ours.gated_sum.default and mean < z and rstd < z and d is None and numbers is None:
         with graph.inserting_before(z):
             both = call(graph, _ours.gated_moments.default, (*z.args, a, mean, rstd))
         put(z, operator.getitem, (both, 0))
@@ -98,18 +98,9 @@ def _pass_on(graph: Graph, node: Any, sums: Node, row: int) -> None:
         if value_of(node).dim() == 4:
             new = call(graph, _view, (new, [1, -1, 1, 1]))
     for reader in list(node.users):
-        if value_of(node).dtype == value_of(new).dtype or _may_be_wide(reader):
+        if value_of(node).dtype == value_of(new).dtype or may_be_wide(reader):
             reader.replace_input_with(node, new)
-            if reader.target is _view:
-                reader.meta["val"] = torch.empty_like(value_of(reader), dtype=value_of(new).dtype)
     put(node, _copy, (new,), {"dtype": value_of(node).dtype})
-
-
-def _may_be_wide(reader: Any) -> bool:
-    """Whether a node takes a float32 row as well as a narrow one."""
-    if reader.target is _view:
-        return all(n.target is not _view and _may_be_wide(n) for n in reader.users)
-    return reader.target is _ours.pack.default or (reader.target is _copy and reader.kwargs == _WIDE)
 
 
 def _fits(z: Any, a: Any, mean: Any) -> bool:
@@ -150,17 +141,19 @@ def _fuse_sums(graph: Graph, sums: _Sums) -> None:
     inner: dict[Any, Any] = {}
     match(_X_HAT, sums.x_hat, names, inner)
     mean = next(n for n, pattern in inner.items() if pattern is _X_HAT[1][2])
-    z, a, rstd = sums.z, source(names["a"]), names["rstd"]
-    first = min((*sums.totals, *sums.along))
+    rstd = next(n for n, pattern in inner.items() if pattern is _RSTD)
+    z, a = sums.z, source(names["a"])
+    totals = [n for n in sums.totals if mean < n and rstd < n]
+    first = min((*totals, *sums.along))
     d = next((d for d in sums.products if d < first and _fits(z, d, mean) and not is_written(d)), None)
     if not z < first or is_written(z) or is_written(a):
         return
-    products = [] if d is None else sums.products[d]
+    products = [] if d is None else [n for n in sums.products[d] if first < n]
     weight, quotients = _over_scale(products, first)
     whole = _sums(graph, first, z, a, mean, rstd, d, weight)
     if whole is None:
         return
-    for row, nodes in enumerate((sums.totals, sums.along, products, quotients)):
+    for row, nodes in enumerate((totals, sums.along, products, quotients)):
         for node in nodes:
             _pass_on(graph, node, whole, row)
 

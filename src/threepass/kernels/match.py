@@ -33,5 +33,13 @@ def source(z: Any) -> Any:
     return z.args[0] if wide and value_of(z.args[0]).dtype == torch.bfloat16 else z
 
 
+def may_be_wide(reader: Any) -> bool:
+    """Whether a node takes float32 as well as a half format: a pack, a float32 copy, a view that only such read."""
+    if getattr(reader.target, "is_view", False):
+        return bool(reader.users) and all(map(may_be_wide, reader.users))
+    wide = reader.target is _copy and reader.kwargs == {"dtype": torch.float32}
+    return wide or reader.target is torch.ops.threepass.pack.default
+
+
 def value_of(node: Any) -> Tensor:
     return node.meta["val"]
