@@ -49,7 +49,7 @@ _aten = torch.ops.aten
 
 
 def apply(graph: GraphModule, kernels: bool) -> None:
-    """Alphas, mixes, norms, gates, and, with `kernels`, our own kernels where they are faster."""
+    """Alphas, mixes, norms, products, gates, signals, and, with `kernels`, our own kernels where they are faster."""
     write_out_alphas(graph.graph)
     share_mixes(graph.graph)
     rectify_again(graph.graph)
@@ -119,7 +119,7 @@ def take_sums_early(graph: Graph) -> None:
 
 
 def take_products_early(graph: Graph) -> None:
-    """Puts the weight gradients of convolutions, and what reads them, behind the last of their operands."""
+    """Puts the weight gradients of convolutions behind the last of their operands, unless something writes to those."""
     for node in list(graph.nodes):
         if node.target is _aten.convolution_backward.default and list(node.args[10]) == [False, True, False]:
             last = max(node.all_input_nodes)

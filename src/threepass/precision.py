@@ -5,8 +5,9 @@ in fp16 t underflows. So wherever an operation ran in a half format
 
 * pass 3 starts from t_0 divided by a power of two near its largest entry (it is linear in t_0), and fp16's pass 2 from
   the loss times a power of two near the batch size; both are taken out again in float32;
-* the gradients of pass 2 and pass 3 are computed apart and added in float32, or, in a compiled step, in one product
-  with the mix a + k t rounded up or down at random: a is on the grid already, so that only what t adds is rounded;
+* the gradients of pass 2 and pass 3 are computed apart and added in float32, or, in a compiled step whose products are
+  not cheap, in one product with the mix a + k t rounded up or down at random: a is on the grid already, so that only
+  what t adds is rounded;
 * a half parameter's gradient is given in float32, and when `ThreePass` adds it to `p.grad` (in a compiled step, before
   it is given) it is rounded up or down at random, with the right mean. The random bits are a hash of the value and its
   position: no generator moves, and the same numbers give the same result.
