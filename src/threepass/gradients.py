@@ -23,8 +23,9 @@ class Gradients:
     """Collects r.grads = back * (pass 2's) + third * (pass 3's) over operations and tied weights.
 
     A weight takes one product d (x) mix, or, with `apart`, a product for each pass, because the terms were asked for,
-    because the mix would lose t to rounding, or because a second product costs less than the memory of the mix. `unscale`: what pass 2's and pass 3's terms are to be multiplied by,
-    where they were computed at a scale of their own (low precision).
+    because the mix would lose t to rounding, or because a second product costs less than the memory of the mix.
+    `unscale`: what pass 2's and pass 3's terms are to be multiplied by, where they were computed at a scale of their
+    own (low precision).
     """
 
     back: Scale
