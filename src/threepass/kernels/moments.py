@@ -5,8 +5,9 @@ moments         of a tangent, or an error, z:  sum z,  sum x̂ z,  and with d an
 gated_moments   the first two of a residual block's error z, which is made on the way as by `gated_sum`
 
 x̂ = (a - mean) rstd of the norm's input a; results are rows of channels, in float32 or wider. As in `rules/norm.py` a
-scale w of zero counts as a tiny one. Custom operations, which the compiler takes as they are: it would take such sums in
-one reading too, but end each in a kernel of its own. Where `fits` says so they are Triton kernels, else plain PyTorch.
+scale w of zero counts as a tiny one. Custom operations, which the compiler takes as they are: it would take such sums
+in one reading too, but end each in a kernel of its own. Where `fits` says so they are Triton kernels, else plain
+PyTorch.
 """
 
 import torch
