@@ -5,7 +5,8 @@
     exact, way back   the same sums of R{d}
 
 An error behind a residual block is made in the same kernel. One behind a rectifier is a gate of something in memory:
-there the kernel has the gate, and the compiler makes the error once more where it needs it.
+there the kernel has the gate, and the compiler makes the error once more where it needs it. Pass 2's sums are taken
+where the framework has batch norm's own backward; cuDNN's, which it takes in float32, stays with the compiler.
 """
 
 import operator
@@ -38,7 +39,7 @@ _OVER_SCALE = (
 
 
 @dataclass
-class _Sums:
+class _Found:
     """Nodes that are sums of z, of x̂ z, and of d z for each d."""
 
     z: Any
@@ -60,7 +61,7 @@ def _fuse_backward(graph: Graph, node: Any) -> None:
     z, a, weight, _, _, mean, rstd, training, _, _ = node.args
     if weight is None or not training or is_written(z) or is_written(a):
         return
-    sums = _sums(graph, node, z, a, mean, rstd)
+    sums = _take_moments(graph, node, z, a, mean, rstd)
     if sums is None:
         return
     for part in list(node.users):
@@ -70,7 +71,9 @@ def _fuse_backward(graph: Graph, node: Any) -> None:
             _pass_on(graph, part, sums, 2 - part.args[1])
 
 
-def _sums(graph: Graph, place: Any, z: Any, a: Any, mean: Any, rstd: Any, d: Any = None, w: Any = None) -> Node | None:
+def _take_moments(
+    graph: Graph, place: Any, z: Any, a: Any, mean: Any, rstd: Any, d: Any = None, w: Any = None
+) -> Node | None:
     """Takes the moments of z: with the making of z if that is a gated sum, else in a given place; None: not at all."""
     numbers = None
     if z.target is _aten.threshold_backward.default and z.args[2] == 0:
@@ -108,8 +111,8 @@ def _fits(z: Any, a: Any, mean: Any) -> bool:
     return value_of(mean).dtype == exact and moments.fits(value_of(z), value_of(a))
 
 
-def _find_sums(graph: Graph) -> list[_Sums]:
-    found: dict[tuple[Any, Any], _Sums] = {}
+def _find_sums(graph: Graph) -> list[_Found]:
+    found: dict[tuple[Any, Any], _Found] = {}
     others: list[tuple[Any, tuple[Any, ...]]] = []  # sums without x̂, and what they are sums of
     for node in graph.nodes:
         if node.target is not _sum or node.args[1:] != (moments.DIMS, True) or node.kwargs:
@@ -119,7 +122,7 @@ def _find_sums(graph: Graph) -> list[_Sums]:
         x_hat = next((f for f in factors if match(_X_HAT, f, {}, {})), None)
         if len(factors) == 2 and x_hat is not None:
             z = source(factors[factors[0] is x_hat])
-            found.setdefault((z, x_hat), _Sums(z, x_hat)).along.append(node)
+            found.setdefault((z, x_hat), _Found(z, x_hat)).along.append(node)
         else:
             others.append((node, tuple(map(source, factors))))
     for node, factors in others:
@@ -136,7 +139,7 @@ def _is_image(f: Any, z: Any) -> bool:
     return isinstance(f, Node) and value_of(f).shape == value_of(z).shape
 
 
-def _fuse_sums(graph: Graph, sums: _Sums) -> None:
+def _fuse_sums(graph: Graph, sums: _Found) -> None:
     names: dict[str, Any] = {}
     inner: dict[Any, Any] = {}
     match(_X_HAT, sums.x_hat, names, inner)
@@ -150,7 +153,7 @@ def _fuse_sums(graph: Graph, sums: _Sums) -> None:
         return
     products = [] if d is None else [n for n in sums.products[d] if first < n]
     weight, quotients = _over_scale(products, first)
-    whole = _sums(graph, first, z, a, mean, rstd, d, weight)
+    whole = _take_moments(graph, first, z, a, mean, rstd, d, weight)
     if whole is None:
         return
     for row, nodes in enumerate((totals, sums.along, products, quotients)):
