@@ -57,7 +57,6 @@ def apply(graph: GraphModule, kernels: bool) -> None:
     take_products_early(graph.graph)
     mark_gates(graph.graph)
     again = forget(graph.graph)
-    keep_sums_of_errors(graph.graph)
     if kernels:
         from .kernels.fuse import fuse
         from .kernels.fuse_batch_norm import fuse_batch_norms
@@ -71,6 +70,7 @@ def apply(graph: GraphModule, kernels: bool) -> None:
     for node in again:
         if node.target is _aten.convolution.default:  # `share_sums` would find that it is there already
             node.target = torch.ops.threepass.convolution.default
+    keep_sums_of_errors(graph.graph)
     open_mixes(graph.graph)
     graph.graph.eliminate_dead_code()
 
@@ -361,17 +361,24 @@ def _is_rectified_product(u: Any) -> bool:
 
 
 def keep_sums_of_errors(graph: Graph) -> None:
-    """An error's sum that waits for exact mode's to be added: in memory, or the compiler takes it only then."""
+    """An error's sum that waits for exact mode's to be added: in memory, or the compiler takes it only then.
+
+    Behind `fuse`, whose kernels take that sum with the product.
+    """
     for node in list(graph.nodes):
-        if node.target is not _aten.sum.dim_IntList or node.args[0].meta["val"].dim() != 4 or len(node.args) > 2:
-            continue
-        n: Any = node
-        while len(n.users) == 1 and is_elementwise(n := next(iter(n.users))) and n.target is not _aten.add.Tensor:
-            pass
-        if n.target is _aten.add.Tensor:
+        is_sum = node.target is _aten.sum.dim_IntList and node.args[0].meta["val"].dim() == 4 and len(node.args) == 2
+        if is_sum and _is_added(node):
             with graph.inserting_after(node):
                 kept = call(graph, torch.ops.threepass.kept.default, (node,))
             node.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
+
+
+def _is_added(node: Node) -> bool:
+    """Whether a value, times its weight and in another format, is added to something."""
+    while len(node.users) == 1 and is_elementwise(node := next(iter(node.users))):
+        if node.target is _aten.add.Tensor:
+            return True
+    return False
 
 
 def is_written(node: Node) -> bool:
