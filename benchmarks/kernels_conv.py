@@ -92,9 +92,9 @@ class Layer:
 
     def kernel(self, op: str, blocks: Blocks | None = None) -> Any:
         if op == "forward":
-            return conv_triton.forward(self.a, self.w, self.b, self.stride, True, None, blocks)
+            return conv_triton.forward(self.a, self.w, self.b, self.stride, True, blocks=blocks)
         if op == "gate":
-            return conv_triton.forward(self.a, self.w, self.b, self.stride, False, self.d, blocks)
+            return conv_triton.forward(self.a, self.w, self.b, self.stride, False, self.d, blocks=blocks)
         if op == "tangent":
             return conv_triton.forward_tangent(self.t, self.w, self.stride, self.u, self.ratio, SEED, blocks)
         if op == "input":

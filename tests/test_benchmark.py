@@ -251,22 +251,27 @@ def test_what_a_case_settles():
 CRASH = "import os\n\ndef net():\n    os._exit(7)\n"
 
 
-def test_a_crash_costs_one_result(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("together", [False, True])
+def test_a_crash_costs_one_result(together, tmp_path, monkeypatch, capsys):
     (tmp_path / "crashing.py").write_text(CRASH)
     path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH"), "src"])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-    named = {"bad": Case("crashing:net", device="cpu"), "good": Case(**TINY, best=False, methods=("plain",))}
-    bad, good = (json.loads(file.read_text()) for file in suite.run_all(named, tmp_path / "out"))
+    tiny = Case(**TINY, best=False, methods=("plain",))
+    named = {"first": tiny, "bad": Case("crashing:net", device="cpu"), "good": tiny}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "bad.json").write_text("from another time")
+    first, bad, good = (json.loads(f.read_text()) for f in suite.run_all(named, tmp_path / "out", together))
     assert bad["fails"] == "exit code 7"
-    assert good["methods"]["plain"]["eager"]["ratio"] == 1
-    assert "fails: exit code 7" in capsys.readouterr().out
-    assert len(tables.reports(tmp_path / "out")) == 1
+    assert first["methods"]["plain"]["eager"]["ratio"] == good["methods"]["plain"]["eager"]["ratio"] == 1
+    assert capsys.readouterr().out.count("fails: exit code 7") == 1
+    assert len(tables.reports(tmp_path / "out")) == 2
 
 
 def test_exponents_and_the_page(tmp_path, monkeypatch):
     """Sweeps whose cases cost size^2 for plain and twice that for paper; one case has failed."""
 
-    def measured(named, out):
+    def measured(named, out, together):
+        assert together
         out.mkdir(parents=True, exist_ok=True)
         for name, case in named.items():
             size = int(name.split("-")[1])
@@ -277,7 +282,9 @@ def test_exponents_and_the_page(tmp_path, monkeypatch):
             (out / f"{name}.json").write_text(json.dumps(report))
 
     monkeypatch.setattr("threepass.bench.scaling.run_all", measured)
-    scaling(("width",), Case(device="cpu"), tmp_path)
+    scaling(("width", "depth"), Case(device="cpu"), tmp_path)
+    same = [(tmp_path / "cpu-scaling" / f"{name}.json").read_text() for name in ("width-16", "depth-20")]
+    assert same[0] == same[1]  # one net, measured once
     file = scaling(("depth",), Case(device="cpu"), tmp_path)
     found = json.loads(file.read_text())["sweeps"]
     assert found["width"]["best"]["plain"]["sizes"] == [s for s in SIZES["cpu"]["width"] if s != 32]

@@ -331,8 +331,9 @@ def test_kernels_take_the_place_of_convolutions_and_their_neighbours(mode, dtype
     found = Counter(node.target for node in ours.graph.graph.nodes)
     kernels, paper, half = torch.ops.threepass, mode == "paper", dtype == torch.bfloat16
     layers = 7  # the head is linear, and the last gate is read by the mean's error
-    assert found[kernels.conv3x3.default] == (2 * layers if paper else layers + 1)  # pass 3 carries the mix, or t
-    assert found[kernels.conv3x3_tangent.default] == (0 if paper else layers - 1)
+    mixes = half and not paper  # pass 3 makes mixes beside t
+    assert found[kernels.conv3x3.default] == (layers + 1 if mixes else 2 * layers)
+    assert found[kernels.conv3x3_tangent.default] == (layers - 1 if mixes else 0)
     assert found[kernels.conv3x3_input.default] == (layers if paper else 2 * layers - 1)
     assert found[kernels.conv3x3_weight.default] == (layers if paper and not half else 2 * layers)
     assert found[torch.ops.aten.convolution.default] == found[torch.ops.aten.convolution_backward.default] == 0

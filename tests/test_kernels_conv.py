@@ -44,6 +44,7 @@ def test_plain_against_autograd(case):
     torch.testing.assert_close(conv.forward(a, w, b, stride, False, None), u)
     torch.testing.assert_close(conv.forward(a, w, b, stride, True, None), u.relu())
     torch.testing.assert_close(conv.forward(a, w, b, stride, False, d), u * ~minus_zero(d))
+    torch.testing.assert_close(conv.forward(a, w, b, stride, False, open=d), u * (d > 0))
     torch.testing.assert_close(conv.backward_input(d, w, stride, a.shape[2:], None), g_a)
     for channels_last in (False, True):
         grads = conv.backward_weight(d, a, stride, channels_last)
@@ -88,7 +89,7 @@ def test_the_seed_moves_the_rounding_and_nothing_else_does():
 def test_operations_can_be_traced():
     a, w, b, d = signals(CASES[0], torch.float32)
     calls = [
-        (torch.ops.threepass.conv3x3.default, (a, w, b, 1, True, d)),
+        (torch.ops.threepass.conv3x3.default, (a, w, b, 1, True, d, d.abs())),
         (torch.ops.threepass.conv3x3_input.default, (d, w, 1, a.shape[2:], a)),
         (torch.ops.threepass.conv3x3_weight.default, (d, a, 1, True)),
         (torch.ops.threepass.conv3x3_tangent.default, (a, w, 1, d, RATIO, 5)),
@@ -120,6 +121,7 @@ def _check_case(case, dtype: torch.dtype, tolerance: float) -> None:
     calls = [
         (conv.forward, (a, w, b.float(), stride, True, None)),
         (conv.forward, (a, w.contiguous(), None, stride, False, d)),
+        (conv.forward, (a, w, None, stride, False, None, d)),
         (conv.backward_input, (d, w, stride, (height, width), None)),
         (conv.backward_input, (d, w.contiguous(), stride, (height, width), a)),
         (conv.backward_weight, (d, a, stride, False)),

@@ -50,6 +50,10 @@ class Activations(SeesFunctions):
             return None
         return spot if history is z.grad_fn or spot.storage in self._shared else None
 
+    def place(self, z: Tensor) -> Spot:
+        """Where an active tensor's signal lives."""
+        return self._spot(z) or self._settle(z)
+
     def _settle(self, z: Tensor) -> Spot:
         """Gives z a spot, or notes that the one it has goes on."""
         storage = storage_of(z)

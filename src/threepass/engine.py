@@ -119,16 +119,18 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, wei
         output, loss = forward(model, loss_fn, x, y, options, tape, paths)
 
         # How the two terms will meet at a weight. apart: in a product each, because they were asked for, or because
-        # half formats would lose t. relative: in a compiled step, in one product with the mix a + k t; but in half
-        # formats a has to wait in memory for that, so that products which are cheap stay apart. mixed: pass 3 carries
-        # the mix itself.
+        # half formats would lose t. joined: exact mode's way back carries both. relative: in a compiled step, in one
+        # product with the mix a + k t; but in half formats a has to wait in memory for that, so that products which are
+        # cheap stay apart. mixed: pass 3 carries the mix itself.
         third = third and (options.third > 0 or options.separate)
         half = bool(tape.half)
         program = tape.program(to_the_end=options.exact and third)
+        joined = options.exact and third and not (half or options.separate)
         cheap = weights is not None and half and third and not options.exact and tape.has_cheap_products(program)
-        relative = weights is not None and options.back > 0 and not options.separate and not cheap
+        relative = weights is not None and options.back > 0 and not (options.separate or joined or cheap)
         apart = options.separate or (half and not relative)
         mixed = third and not (options.exact or apart or half) and tape.carries_mix(program)
+        end = tape.place(loss)
         if mixed and weights is None:  # a compiler sees by itself what is needed
             for op, _, _ in program:
                 op.keep_gates()
@@ -140,17 +142,24 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, wei
         gain = unit = error_gain(tape.half, batch)
         if relative and not half:
             gain, back = gain * back, 1.0
-        dx, d = backward(tape, program, loss, gain * (samples / batch), everything=options.exact)
+        seed = gain * (samples / batch)
+        dx, d = backward(tape, program, loss, seed, everything=options.exact)
         if options.exact and any(op.bent for op, _, _ in program):
             tape.problem("register_hook", "a tensor's hook changes its error", 'use mode="paper", or remove the hook')
 
         # Pass 3: forward again, from t_0 = c dl_i/dx_i. A weight's gradient is taken as soon as its tangent is there.
         if third and warn and not options.exact:
             warn_of_norms(model, [op for op, _, _ in program])
-        t_0, unscale = start(dx, options.scale(batch), gain, tape.half)
-        gradients = Gradients(back, weight_of_third, apart, relative, weights is not None, (1 / unit, unscale))
+        scale = options.scale(batch) * weight_of_third if joined else options.scale(batch)
+        t_0, unscale = start(dx, scale, gain, tape.half)
+        gradients = Gradients(
+            back, 1.0 if joined else weight_of_third, apart, relative, weights is not None, joined, (1 / unit, unscale)
+        )
         with torch.no_grad():
-            forward_again(tape, program, dx, t_0 if third else None, d, gradients, options.exact, mixed)
+            visits = forward_again(tape, program, dx, t_0 if third else None, d, gradients, options.exact, mixed)
+            if options.exact and third:
+                begin = (end, torch.ones_like(loss) * (seed * back)) if joined else None
+                exact_mode.pull(tape, visits, gradients, begin)
         if tape.problems:
             raise UnsupportedError(tape.problems)
         if warn and (count := gradients.left_out(model)):
@@ -235,11 +244,12 @@ def forward_again(
     gradients: Gradients,
     exact: bool = False,
     mixed: bool = False,
-) -> None:
+) -> list[Visit]:
     """Pass 3: the tangent, operation by operation, and the weights' gradients. Without t_0: those of pass 2 alone.
 
     mixed: the net is piecewise linear, so that the mix m = back * a + third * t obeys one recursion, m -> W m +
-    back * b and then the same gates: it runs in place of t, and a is not needed.
+    back * b and then the same gates: it runs in place of t, and a is not needed. exact: returns the visits, for the way
+    back.
     """
     for (source, _, _), g in zip(tape.inputs, dx, strict=True):
         if source.requires_grad:  # weights before input_at
@@ -254,11 +264,17 @@ def forward_again(
         out: list[Tensor | None] = []
         with tape.explaining(op):
             visit = Visit(op, d.pop(op, [None] * len(op.outputs)), [signals.get(z) for _, z in op.active])
+            done = not whole or visit.flat
+            if done and gradients.joined:  # first, so that its error is free; a mix is made with the tangent
+                visit.collect(gradients)
+                visit.forget_error()
             if pushes and t_0 is not None:
                 out = visit.carry(gradients.back) if mixed else visit.push()
-            if not whole or visit.flat:
+            if done and not gradients.joined:
                 visit.collect(gradients, mixed)
-                visit.forget()
+                visit.forget_error()
+            if done:
+                visit.forget_tangent()
             if whole:
                 visits.append(visit)
         for z in last:
@@ -266,8 +282,7 @@ def forward_again(
         if pushes and t_0 is not None:
             for u, s in zip(op.outputs, out or [u.zeros() for u in op.outputs], strict=True):
                 signals.put(u, s)
-    if whole:
-        exact_mode.pull(tape, visits, gradients)
+    return visits
 
 
 def _usable(z: Any) -> Any:

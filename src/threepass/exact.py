@@ -9,17 +9,29 @@ a (the loss itself, smooth activations, norms) adds a term of its own:
 
     R{d_a} = J_aᵀ R{d_u} + d/da < d_u , J_a op(a; p) t >.
 
+Both terms at once: t starts as third * t_0, and R{d} as back * dl/dl in place of zero. Then it is back * d + third *
+R{d} everywhere, and d (x) t + R{d} (x) a is the mixed gradient: no mix is made, and no product of pass 2's own. Half
+formats would round R{d} away beside d, and take the terms one by one.
+
 A convolution takes six units: forward, error, tangent, R{d}, and two products for its weight.
 """
 
+from torch import Tensor
+
 from .gradients import Gradients
+from .signals import Spot
 from .tape import Record
 from .visit import Visit
 
 
-def pull(tape: Record, visits: list[Visit], gradients: Gradients) -> None:
-    """Runs R{d} back through pass 3's visits, and collects what it adds to the gradients; uses the visits up."""
+def pull(tape: Record, visits: list[Visit], gradients: Gradients, start: tuple[Spot, Tensor] | None = None) -> None:
+    """Runs R{d} back through pass 3's visits, and collects what it adds to the gradients; uses the visits up.
+
+    start: the loss, and what R{d} is there, if not zero.
+    """
     signals = tape.signals()
+    if start is not None:
+        signals.put(*start)
     while visits:
         visit = visits.pop()
         with tape.explaining(visit.op):

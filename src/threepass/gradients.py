@@ -24,6 +24,7 @@ class Gradients:
 
     A weight takes one product d (x) mix, or, with `apart`, a product for each pass, because the terms were asked for,
     because the mix would lose t to rounding, or because a second product costs less than the memory of the mix.
+    `joined`: exact mode's way back carries both terms (`exact.py`), and pass 2's own gradients are left to it.
     `unscale`: what pass 2's and pass 3's terms are to be multiplied by, where they were computed at a scale of their
     own (low precision).
     """
@@ -33,6 +34,7 @@ class Gradients:
     apart: bool
     relative: bool = False  # the mix is a + (third / back) t, and its products are multiplied by back
     compiled: bool = False  # in a step that is compiled: in the parameters' own formats, rounded at random
+    joined: bool = False
     unscale: tuple[Scale, Scale] = (1.0, 1.0)
     mixed: Terms = field(default_factory=dict)
     passes: tuple[Terms, Terms] = field(default_factory=lambda: ({}, {}))
@@ -48,6 +50,11 @@ class Gradients:
 
     def add_mapped(self, op: Operation, m: Map, d: Tensor, s: Tensor | None) -> None:
         """A fast rule's products: of the error d with the signal and with its tangent s."""
+        if self.joined:
+            for i, weight in op.weights if s is not None else ():
+                if op.values[i] in m.grad:
+                    self.add(weight, None, m.grad[op.values[i]](d, s))
+            return
         mix = None if self.apart or s is None else self._mix(m.signal, s)
         for i, weight in op.weights:
             value = op.values[i]
@@ -80,9 +87,12 @@ class Gradients:
         """Exact mode's own products, of R{d} with the signal."""
         for i, weight in op.weights:
             value = op.values[i]
-            self.add(weight, None, m.add[value](r) if value in m.add else m.grad[value](r, m.signal))
+            _accumulate(self.passes[1], weight, m.add[value](r) if value in m.add else m.grad[value](r, m.signal))
 
     def add(self, weight: Tensor, back: Tensor | None, third: Tensor | None) -> None:
+        if self.joined:
+            _accumulate(self.mixed, weight, third)
+            return
         _accumulate(self.passes[0], weight, back)
         _accumulate(self.passes[1], weight, third)
 

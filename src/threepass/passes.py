@@ -14,9 +14,9 @@ Residual errors. What comes back behind a residual block is read by many: it is 
 Products. A weight's gradient goes behind its operands. Where backpropagation has one of its own (half formats, by our
 kernels), that is in pass 2, so that again nothing needs u behind it.
 
-Forgotten signals. Exact mode keeps a and d of all layers, and at the start of pass 3 a tangent and a mix beside them.
-So one of the largest signals (in half formats two) is forgotten behind pass 2, and made again where pass 3 comes to it,
-by when it has let go of as many errors: one product more in a hundred.
+Forgotten signals. Where half formats need a in pass 3, a and d of all layers are kept, and at its start a tangent and
+a mix beside them. So two of the largest signals are forgotten behind pass 2, and made again where pass 3 comes to them,
+by when it has let go of as many errors: two products more in a hundred.
 
 Mixes. A mix that two weights take is made once.
 
@@ -250,23 +250,17 @@ _ACTIVATIONS = {_aten.gelu.default: _aten.gelu_backward.default, _aten.silu.defa
 
 
 def activate_again(graph: Graph) -> None:
-    """From pass 3's mixes on, smooth activations from their inputs, which their tangents read anyhow."""
+    """Behind pass 2, smooth activations from their inputs, which their tangents read anyhow."""
     place = {n: i for i, n in enumerate(graph.nodes)}
     for u in list(graph.nodes):
         if u.target not in _ACTIVATIONS or is_written(u) or any(is_written(z) for z in u.all_input_nodes):
             continue
-        mixes = [place[n] for n in u.users if _mixes_tangent(n, u)]
-        for n in [n for n in u.users if mixes and place[n] >= min(mixes)]:
+        (z,) = u.all_input_nodes
+        error, *tangents = sorted(place[n] for n in z.users if n.target is _ACTIVATIONS[u.target]) or [len(place)]
+        for n in [n for n in u.users if tangents and place[n] > error]:
             if getattr(n.target, "is_view", False) and n.users:  # exact mode's second product reads a view of u
                 min(n.users, key=lambda user: place[user]).prepend(n)
             _put_again(graph, u, n, u.target, u.args, u.kwargs)
-
-
-def _mixes_tangent(n: Any, u: Any) -> bool:
-    """Whether n mixes an activation u with its tangent."""
-    if n.target is not torch.ops.threepass.mix.default or n.args[0] is not u:
-        return False
-    return n.args[1].target is _ACTIVATIONS[u.target] and n.args[1].args[1] is u.args[0]
 
 
 def _norm_before(u: Node) -> Any:
@@ -322,7 +316,7 @@ def convolution(
 
 convolution.register_fake(_aten.convolution.default)
 
-EARLY = 3  # so many layers are over before pass 3 has let go of as much as it adds
+FORGOTTEN, EARLY = 2, 3  # so many layers are over before pass 3 has let go of as much as it adds
 
 
 def forget(graph: Graph) -> list[Node]:
@@ -330,7 +324,8 @@ def forget(graph: Graph) -> list[Node]:
     place = {n: i for i, n in enumerate(graph.nodes)}
     first: dict[Any, Any] = {}
     for n in graph.nodes:
-        if n.target is _aten.threshold_backward.default and n.args[2] == 0 and _is_rectified_product(n.args[1]):
+        is_gate = n.target is _aten.threshold_backward.default and n.args[2] == 0
+        if is_gate and n.meta["val"].dtype in HALF and _is_rectified_product(n.args[1]):
             first.setdefault(n.args[1], n)
     late = {u: [n for n in u.users if place[n] > place[gate]] for u, gate in first.items()}
     kept = [u for u in sorted(late, key=lambda u: place[u]) if late[u]]
@@ -342,8 +337,7 @@ def forget(graph: Graph) -> list[Node]:
     for u in reversed(kept[EARLY:]):
         z: Any = u.args[0]
         beside = z.args[0] in chosen or any(n.args[0].args[0] is u for n in chosen)
-        enough = len(chosen) == (2 if u.meta["val"].dtype in HALF else 1)
-        if u.meta["val"].numel() == size and not beside and not enough:
+        if u.meta["val"].numel() == size and not beside and len(chosen) < FORGOTTEN:
             chosen.add(u)
             with graph.inserting_before(min(late[u])):
                 again.append(call(graph, z.target, z.args, z.kwargs))

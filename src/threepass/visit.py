@@ -61,13 +61,15 @@ class Visit:
                 gradients.add_mapped(self.op, self.map, self.d[0], self.s)
             return
         t = self.t if any(s is not None for s in self.t) else None
-        back, third, _ = generic.derive(self.op, self.d, t)
+        back, third, _ = generic.derive(self.op, self.d, t, back=not gradients.joined)
         for (_, weight), b, g in zip(self.op.weights, back, third, strict=True):
             gradients.add(weight, b, g)
 
-    def forget(self) -> None:
-        """Lets go of d and t, once what they give is collected."""
-        self.d, self.t, self.s = [None] * len(self.d), [None] * len(self.t), None
+    def forget_error(self) -> None:
+        self.d, self.found = [None] * len(self.d), []
+
+    def forget_tangent(self) -> None:
+        self.t, self.s = [None] * len(self.t), None
 
     def pull(self, r: Signal, gradients: Gradients, wanted: bool) -> Signal:
         """Exact mode: R{d} of a from R{d} of u; of p the gradients R{d} (x) a, or all where the operation is curved."""
@@ -76,7 +78,7 @@ class Visit:
         if self.map is not None and self.map.bend is not None:
             bent = self.map.bend(r, self.d, self._by_position()) if wanted else [None] * self.op.arity
             return [bent[i] for i, _ in self.op.active]
-        back, third, pulled = generic.derive(self.op, self.d, self.t, r, curvature=True)
+        back, third, pulled = generic.derive(self.op, self.d, self.t, r, curvature=True, back=not gradients.joined)
         for (_, weight), b, g in zip(self.op.weights, back, third, strict=True):
             gradients.add(weight, b, g)
         return pulled

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from .case import Case
 from .suite import place, run_all
+from .worker import to_json
 
 METHODS = ("plain", "paper", "exact")
 SIZES: dict[str, dict[str, tuple[int, ...]]] = {
@@ -21,6 +23,7 @@ SIZES: dict[str, dict[str, tuple[int, ...]]] = {
     "cpu": {"depth": (20, 32, 56, 110), "width": (8, 16, 32, 64), "batch": (8, 16, 32, 64), "image": (16, 32, 64)},
 }
 BATCH = {"cuda": 128, "cpu": 16}
+WIDTH = 16  # of plain nets as they are
 
 
 def scaling(sweeps: Sequence[str], base: Case, out: Path) -> Path:
@@ -36,7 +39,12 @@ def scaling(sweeps: Sequence[str], base: Case, out: Path) -> Path:
         raise ValueError(f"unknown sweep {unknown[0]!r}: give some of {', '.join(sizes)}")
     points = {f"{sweep}-{size}": _at(base, sweep, size) for sweep in sweeps for size in sizes[sweep]}
     folder = out / f"{place(base.device)}-scaling"
-    run_all(points, folder)
+    first_of: dict[str, str] = {}  # the sweeps meet in one net
+    twins = {name: first_of.setdefault(to_json(case), name) for name, case in points.items()}
+    run_all({name: points[name] for name in first_of.values()}, folder, together=True)
+    for name, twin in twins.items():
+        if twin != name:
+            shutil.copy(folder / f"{twin}.json", folder / f"{name}.json")
     found = {sweep: _gather(folder, sweep, sizes[sweep]) for sweep in sweeps}
     first = json.loads((folder / f"{next(iter(points))}.json").read_text(encoding="utf-8"))
     file = folder.with_suffix(".json")
@@ -50,7 +58,7 @@ def _at(base: Case, sweep: str, size: int) -> Case:
     if sweep == "depth":
         return replace(base, model=f"plain{size}")
     if sweep == "width":
-        return replace(base, options={"width": size})
+        return replace(base, options={} if size == WIDTH else {"width": size})
     return replace(base, batch=size) if sweep == "batch" else replace(base, image=size)
 
 

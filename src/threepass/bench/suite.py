@@ -1,9 +1,8 @@
-"""Many cases, each in a process of its own and written as soon as it is done."""
+"""Many cases, in processes of their own, each written as soon as it is done."""
 
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 from .case import Case
 from .tables import text
-from .worker import to_json
+from .worker import to_json, write
 
 PATIENCE = 1800  # seconds for a case
 THREE: dict[str, Any] = {"methods": ("plain", "paper", "exact"), "eager": False, "rounds": 9}
@@ -39,38 +38,40 @@ def suite(which: str, out: Path) -> list[Path]:
     return run_all({slug(case): case for case in SUITES[which]}, out)
 
 
-def run_all(cases: Mapping[str, Case], out: Path) -> list[Path]:
+def run_all(cases: Mapping[str, Case], out: Path, together: bool = False) -> list[Path]:
     """Measures one case after the other, into out/NAME.json.
 
     Not several at a time, though compiling takes longest: cuDNN keeps the first kernel that it chose for a convolution,
-    and one that it chose on a busy GPU made plain training up to 1.4x slower.
+    and one that it chose on a busy GPU made plain training up to 1.4x slower. together: in one process, where all but
+    the first are compiled faster, and what is left goes on in another if it dies.
     """
     out.mkdir(parents=True, exist_ok=True)
-    files = []
-    for name, case in cases.items():
-        report = _in_a_process(case)
-        if "fails" in report:
-            report = {"case": json.loads(to_json(case)), **report}
-        file = out / f"{name}.json"
-        file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        files.append(file)
-        print(text(report), flush=True)
-    return files
+    files = {name: out / f"{name}.json" for name in cases}
+    for file in files.values():
+        file.unlink(missing_ok=True)
+    left = list(cases)
+    while left:
+        group = left if together else left[:1]
+        words = _in_a_process({name: cases[name] for name in group}, out)
+        lost = next((name for name in group if not files[name].exists()), None)
+        if lost is not None:
+            write(out, lost, {"case": json.loads(to_json(cases[lost])), "fails": words})
+        for name in [name for name in group if files[name].exists()]:
+            print(text(json.loads(files[name].read_text(encoding="utf-8"))), flush=True)
+            left.remove(name)
+    return list(files.values())
 
 
-def _in_a_process(case: Case) -> dict[str, Any]:
-    """What the worker wrote, or {"fails": its last words}."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "out.json")
-        command = [sys.executable, "-m", "threepass.bench.worker", to_json(case), str(out)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-        except subprocess.TimeoutExpired:
-            return {"fails": f"not done after {PATIENCE} s"}
-        if done.returncode or not out.exists():
-            words = done.stderr.strip().splitlines()
-            return {"fails": words[-1] if words else f"exit code {done.returncode}"}
-        return json.loads(out.read_text(encoding="utf-8"))
+def _in_a_process(cases: Mapping[str, Case], out: Path) -> str:
+    """Runs the worker, and returns its last words."""
+    described = json.dumps({name: json.loads(to_json(case)) for name, case in cases.items()})
+    command = [sys.executable, "-m", "threepass.bench.worker", described, str(out)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE * len(cases))
+    except subprocess.TimeoutExpired:
+        return f"not done after {PATIENCE * len(cases)} s"
+    words = done.stderr.strip().splitlines()
+    return words[-1] if words else f"exit code {done.returncode}"
 
 
 def slug(case: Case) -> str:

@@ -1,9 +1,16 @@
-"""A case in a process of its own, so that a crash costs one result: `python -m threepass.bench.worker CASE OUT`."""
+"""Cases in a process of their own, so that a crash costs one result: `python -m threepass.bench.worker CASES OUT`.
 
+CASES: an object of names and cases, as JSON. Each is written to OUT/NAME.json as soon as it is done.
+"""
+
+import gc
 import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from .case import Case, run
 
@@ -17,6 +24,17 @@ def from_json(text: str) -> Case:
     return Case(**values | {"methods": tuple(values["methods"])})
 
 
+def write(out: Path, name: str, report: dict[str, Any]) -> Path:
+    file = out / f"{name}.json"
+    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return file
+
+
 if __name__ == "__main__":
     described, out = sys.argv[1:]
-    Path(out).write_text(json.dumps(run(from_json(described))), encoding="utf-8")
+    for name, values in json.loads(described).items():
+        write(Path(out), name, run(from_json(json.dumps(values))))
+        torch.compiler.reset()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
 """3 x 3 convolutions of few channels, with the elementwise operations around them, as operations of the three passes.
 
-    forward           pass 1 with its ReLU; pass 3 of a ReLU net, where the mix itself is pushed, with pass 2's gate
+    forward           pass 1 with its ReLU; pass 3 of a ReLU net with pass 2's gate, or with the ReLU's output for one
     backward_input    pass 2: the error of the layer before, through its ReLU
     backward_weight   d (x) m summed over samples and pixels, and the sum of d
     forward_tangent   pass 3: the tangent through a ReLU, and the mix a + ratio t
@@ -52,9 +52,20 @@ def _kernels():
     return conv_triton
 
 
-def forward(a: Tensor, w: Tensor, bias: Tensor | None, stride: int, relu: bool, gate: Tensor | None) -> Tensor:
-    """z = W * a + bias; with `relu` max(z, 0); with a `gate` like z, 0 where that is minus zero."""
-    return torch.ops.threepass.conv3x3(a, w, bias, stride, relu, gate)
+def forward(
+    a: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    stride: int,
+    relu: bool,
+    gate: Tensor | None = None,
+    open: Tensor | None = None,
+) -> Tensor:
+    """z = W * a + bias; with `relu` max(z, 0).
+
+    With a `gate` like z, 0 where that is minus zero; with `open` like z, 0 where that is not positive.
+    """
+    return torch.ops.threepass.conv3x3(a, w, bias, stride, relu, gate, open)
 
 
 def backward_input(d: Tensor, w: Tensor, stride: int, size: Sequence[int], open: Tensor | None) -> Tensor:
@@ -76,16 +87,25 @@ def forward_tangent(t: Tensor, w: Tensor, stride: int, a: Tensor, ratio: Tensor,
 
 
 @custom_op("threepass::conv3x3", mutates_args=())
-def _forward(a: Tensor, w: Tensor, bias: Tensor | None, stride: int, relu: bool, gate: Tensor | None) -> Tensor:
+def _forward(
+    a: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    stride: int,
+    relu: bool,
+    gate: Tensor | None = None,
+    open: Tensor | None = None,
+) -> Tensor:
     if fits(stride, a, weight=w.shape) and a.dtype == w.dtype:
-        return _kernels().forward(a, w, bias, stride, relu, gate)
+        return _kernels().forward(a, w, bias, stride, relu, gate, open)
     z = _convolution(a, w, None if bias is None else bias.to(a.dtype), stride)
     z = z.relu() if relu else z
-    return _nhwc(z if gate is None else torch.where((gate == 0) & torch.signbit(gate), 0.0, z))
+    z = z if gate is None else torch.where((gate == 0) & torch.signbit(gate), 0.0, z)
+    return _nhwc(z if open is None else torch.where(open > 0, z, 0.0))
 
 
 @_forward.register_fake
-def _(a, w, bias, stride, relu, gate):
+def _(a, w, bias, stride, relu, gate=None, open=None):
     return _like(a, w.shape[0], *((size - 1) // stride + 1 for size in a.shape[2:]))
 
 

@@ -51,10 +51,11 @@ WEIGHT = {
     (4, 32): Blocks(64, 32, tiles=3, splits=88), (4, 64): Blocks(64, 64, tiles=3, splits=44),
     (4, 128): Blocks(64, 64, splits=16),
     (2, 4): Blocks(64, 32, splits=264), (2, 16): Blocks(64, 64, 4, 2, splits=132),
-    (2, 32): Blocks(64, 64, 4, 2, splits=132), (2, 64): Blocks(64, 64, 4, 2, splits=32),
+    (2, 32): Blocks(64, 64, 4, 2, splits=132), (2, 64): Blocks(64, 64, 4, 2, splits=44),
     (2, 128): Blocks(64, 64, 4, 2, splits=16),
 }  # fmt: skip
 NARROW_WEIGHT = Blocks(64, 64, tiles=3, splits=264)
+SCRATCH = 5 * 2**19  # for the parts' sums, times the bytes of a number: with few images, the peak of a step's memory
 
 
 def blocks_for(table: dict[tuple[int, int], Blocks], z: Tensor) -> Blocks:
@@ -119,7 +120,7 @@ def _closed(d):
 
 
 @triton.jit
-def _forward_kernel(a, w, bias, gate, out, pixels, RELU: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
+def _forward_kernel(a, w, bias, gate, opened, out, pixels, RELU: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
                     H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, STRIDE: tl.constexpr,
                     SC: tl.constexpr, SN: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, BP: tl.constexpr,
                     BK: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
@@ -134,6 +135,8 @@ def _forward_kernel(a, w, bias, gate, out, pixels, RELU: tl.constexpr, C: tl.con
         z = tl.where(z <= 0, 0.0, z)  # and NaN stays
     if gate is not None:
         z = tl.where(_closed(tl.load(gate + here, mask=inside, other=0.0)), 0.0, z)
+    if opened is not None:
+        z = tl.where(tl.load(opened + here, mask=inside, other=0.0) > 0, z, 0.0)
     tl.store(out + here, z.to(out.dtype.element_ty), mask=inside)
 
 
@@ -312,7 +315,8 @@ def forward(
     bias: Tensor | None,
     stride: int,
     relu: bool,
-    gate: Tensor | None,
+    gate: Tensor | None = None,
+    opened: Tensor | None = None,
     blocks: Blocks | None = None,
 ) -> Tensor:
     blocks = blocks or blocks_for(FORWARD, a)
@@ -323,6 +327,7 @@ def forward(
         w,
         bias,
         _nhwc(gate),
+        _nhwc(opened),
         out,
         pixels,
         RELU=relu,
@@ -369,9 +374,10 @@ def backward_weight(
     blocks = blocks or blocks_for_weight(d, m)
     (batch, o, height, width), i = d.shape, m.shape[1]
     pixels = batch * height * width
-    part = triton.cdiv(triton.cdiv(pixels, blocks.splits), blocks.pixels) * blocks.pixels
-    splits = triton.cdiv(pixels, part)
     rows = 9 * i + 1  # the last is the bias's
+    splits = max(1, min(blocks.splits, SCRATCH * d.element_size() // (4 * rows * o)))
+    part = triton.cdiv(triton.cdiv(pixels, splits), blocks.pixels) * blocks.pixels
+    splits = triton.cdiv(pixels, part)
     work = torch.empty((splits, rows, o), dtype=torch.float32, device=d.device)
     _weight_kernel[(splits, triton.cdiv(9 * i, blocks.k * blocks.tiles))](
         d, m, work, pixels, part, C=i, N=o, H=m.shape[2], W=m.shape[3], OH=height, OW=width, STRIDE=stride,

@@ -3,7 +3,8 @@
     pass 1   relu(conv(a) + b)                    forward with relu
     pass 2   gate of a convolution's input error  backward_input with open
     pass 3   gate of conv(mix) + b                forward with gate
-             gate of conv(t), and its mix         forward_tangent
+             gate of conv(t)                      forward with open
+             the same, and its mix                forward_tangent
     weights  the product, and the sum of d        backward_weight
 
 Convolutions of more channels than `FEW`, of another kind, or of more than `BARE` channels and with nothing to fuse or
@@ -111,6 +112,8 @@ def _fuse_forward(graph: Graph, node: Any) -> None:
             both = call(graph, torch.ops.threepass.conv3x3_tangent.default, arguments)
         put(behind, operator.getitem, (both, 0))
         put(mix, operator.getitem, (both, 1))
+    elif _error_gate(node) is not None and behind.target is not marked:
+        put(behind, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, None, behind.args[1]))
     else:
         put(node, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, None))
 

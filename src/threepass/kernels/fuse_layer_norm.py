@@ -133,10 +133,10 @@ def _norm_at(t_hat: Any, fixed: bool) -> _Norm | None:
         norm.inner |= norm.bend.inner
         outside |= {*norm.bend.bent, *norm.bend.g_w}
     served = all(user in norm.inner or user in outside for n in norm.inner for user in n.users)
-    if not served or norm.ratio is None or not all(z < t_hat for z in operands) or any(map(_is_written, signals)):
+    if not served or not all(z < t_hat for z in operands) or any(map(_is_written, signals)):
         return None
     fits = layer_norm.fits(*map(norm.placed, signals)) and all(norm.placed(z).is_contiguous() for z in norm.t_u)
-    return norm if fits and value_of(norm.ratio).dtype == torch.float32 else None
+    return norm if fits and (norm.ratio is None or value_of(norm.ratio).dtype == torch.float32) else None
 
 
 def _bend_at(known: dict[str, Any], norm: _Norm) -> _Bend | None:
@@ -192,17 +192,25 @@ def _find_pulled_gradients(bend: _Bend, x_hat: Any) -> None:
 
 
 def _find_gradients(norm: _Norm, x_hat: Any, t_hat: Any) -> None:
-    """sum d mix(x̂, t̂) and sum d, over rows, as rows of C."""
+    """sum d mix(x̂, t̂) and sum d, over rows, as rows of C; or sum d t̂."""
     rows = list(range(value_of(x_hat).dim() - 1))
     for mix in [n for n in t_hat.users if n.target is _mix and n.args[:2] == (x_hat, t_hat)]:
-        product = _only(
-            mix, _mul, lambda n, mix=mix: n.args[0] is mix and value_of(n.args[1]).shape == value_of(n).shape
-        )
+        product = _only(mix, _mul, lambda n, mix=mix: _is_weighted(n, mix))
         total, out = _sum_over_rows(product, rows)
         if out is not None and norm.d is None and norm.agrees(mix.args[2]):
             norm.d, norm.g_w = source(product.args[1]), [out]
             norm.inner |= {mix, product, total}
             norm.g_b = _sums_of(product.args[1], rows, t_hat)
+    for product in [n for n in t_hat.users if n.target is _mul and _is_weighted(n, t_hat)]:
+        total, out = _sum_over_rows(product, rows)
+        if out is not None and norm.d is None:
+            norm.d, norm.g_w = source(product.args[1]), [out]
+            norm.inner |= {product, total}
+
+
+def _is_weighted(product: Any, z: Any) -> bool:
+    """Whether it is z times a signal."""
+    return product.args[0] is z and value_of(product.args[1]).shape == value_of(product).shape
 
 
 def _sum_over_rows(product: Any, rows: list[int]) -> tuple[Any, Any]:

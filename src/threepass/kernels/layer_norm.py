@@ -6,7 +6,8 @@
     m    = u + k t_u                               for the next weight's gradient; u is made again
     g_w  = sum d (x̂ + k t̂),  g_b = sum d           over all rows, in float32
 
-a, t, d, t_u, m: (..., C), where d is the error of u; w, b, g_w, g_b: (C); k: a float32 scalar.
+a, t, d, t_u, m: (..., C), where d is the error of u; w, b, g_w, g_b: (C); k: a float32 scalar. Where no mix is made
+there is no k, and g_w = sum d t̂.
 
 Exact mode's way back, from r = R{d} of u to that of a, is another. With J z = (z - mean(z) - x̂ mean(x̂ z)) / std(a),
 
@@ -50,7 +51,7 @@ def tangent(
     d: Tensor | None,
     w: Tensor | None,
     b: Tensor | None,
-    ratio: Tensor,
+    ratio: Tensor | None,
     eps: float,
     dtype: torch.dtype,
     seed: int,
@@ -59,8 +60,8 @@ def tangent(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(t_u, m, (g_w, g_b), t_1 + t_2): t_u and m in `dtype`, m in bfloat16 rounded at random with the right mean.
 
-    What is not asked for is empty: m without `mixes`, the gradients without d, the sum without t_2 or `keeps`.
-    The random bits are a hash of value, place and seed.
+    What is not asked for is empty: m without `mixes` (which need a ratio), the gradients without d, the sum without t_2
+    or `keeps`. The random bits are a hash of value, place and seed.
     """
     if fits(a, t, *(z for z in (t_2, d) if z is not None)) and dtype in (torch.float32, torch.bfloat16):
         from . import layer_norm_triton
@@ -110,7 +111,7 @@ def _plain(t, t_2, a, d, w, b, ratio, eps, dtype, seed, mixes, keeps) -> tuple[T
         m.copy_(rounded_randomly(mix, position, seed, dtype) if dtype in HALF else mix)
     if d is not None:
         rows = list(range(a.dim() - 1))
-        g[0], g[1] = (d * (x + ratio * t)).sum(rows), d.sum(rows, dtype=g.dtype)
+        g[0], g[1] = (d * (t if ratio is None else x + ratio * t)).sum(rows), d.sum(rows, dtype=g.dtype)
     return t_u, m, g, t_sum
 
 

@@ -51,7 +51,10 @@ def _store_sums(work, for_scale, for_shift, C: tl.constexpr, BC: tl.constexpr):
 @triton.jit(do_not_specialize=["seed"])
 def _tangent_kernel(t_1, t_2, a, d, w, b, ratio, t_sum, t_u, m, work, rows, part, eps, seed,
                     HALF_SUM: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """t_u, m and t_1 + t_2 of `part` rows, and into work, [programs, 2, C], their sums of d (x̂ + k t̂) and of d."""
+    """t_u, m and t_1 + t_2 of `part` rows, and into work, [programs, 2, C], their sums of d (x̂ + k t̂) and of d.
+
+    Without a ratio k no m, and the sums of d t̂.
+    """
     column = tl.arange(0, BC)[None, :]
     known = column < C
     scale = tl.full((1, BC), 1.0, tl.float32)
@@ -60,7 +63,8 @@ def _tangent_kernel(t_1, t_2, a, d, w, b, ratio, t_sum, t_u, m, work, rows, part
         scale = _load(w, column, known)
     if b is not None:
         shift = _load(b, column, known)
-    k = tl.load(ratio)
+    if ratio is not None:
+        k = tl.load(ratio)
     for_scale = tl.zeros((BR, BC), tl.float32)
     for_shift = tl.zeros((BR, BC), tl.float32)
     first = tl.program_id(0) * part
@@ -89,7 +93,10 @@ def _tangent_kernel(t_1, t_2, a, d, w, b, ratio, t_sum, t_u, m, work, rows, part
             if m.dtype.element_ty == tl.bfloat16:
                 mix = rounded_randomly(mix, here, seed)
             tl.store(m + here, mix, mask=inside)
-        for_scale += tl.where(inside, e * (x + k * t), 0.0)  # with eps = 0, x̂ is no number outside
+        if ratio is not None:
+            for_scale += tl.where(inside, e * (x + k * t), 0.0)  # with eps = 0, x̂ is no number outside
+        else:
+            for_scale += tl.where(inside, e * t, 0.0)
         for_shift += e
     if d is not None:
         _store_sums(work, for_scale, for_shift, C, BC)
@@ -149,7 +156,8 @@ def _sum_kernel(work, g, parts, C: tl.constexpr, BP: tl.constexpr, BC: tl.conste
 
 
 def tangent(
-    t: Tensor, t_2: Tensor | None, a: Tensor, d: Tensor | None, w: Tensor | None, b: Tensor | None, ratio: Tensor,
+    t: Tensor, t_2: Tensor | None, a: Tensor, d: Tensor | None, w: Tensor | None, b: Tensor | None,
+    ratio: Tensor | None,
     eps: float, seed: int, t_sum: Tensor | None, t_u: Tensor, m: Tensor | None, g: Tensor | None,
 ) -> None:  # fmt: skip
     """Into t_sum, t_u and m, (..., C), and g, (2, C): the gradients of scale and shift."""

@@ -67,8 +67,8 @@ def _double_backward_push(op, t: Signal) -> Signal:
     return [torch.zeros_like(z) if s is None else s for z, s in zip(u, tangents, strict=True)]
 
 
-def derive(op, d: Signal, t: Signal | None, r: Signal | None = None, *, curvature: bool = False):
-    """The weights' gradients of pass 2 and of pass 3, and R{d} of the active arguments.
+def derive(op, d: Signal, t: Signal | None, r: Signal | None = None, *, curvature: bool = False, back: bool = True):
+    """The weights' gradients of pass 2, unless back=False, and of pass 3, and R{d} of the active arguments.
 
     d, r: the errors d and R{d} of the outputs; t: the tangents of the active arguments. Without r and curvature these
     are the paper's; with them R{d} = J_aᵀ r + d phi / da, and J_pᵀ r joins the third pass's gradient.
@@ -78,7 +78,9 @@ def derive(op, d: Signal, t: Signal | None, r: Signal | None = None, *, curvatur
     outs, errors = [z for z, _ in used], [e.to(z.dtype) for z, e in used]
     nothing: Signal = [None] * (len(a) + len(p))
     with torch.enable_grad():
-        back = torch.autograd.grad(outs, p, errors, retain_graph=True, allow_unused=True) if p and outs else nothing
+        found = nothing
+        if back and p and outs:
+            found = list(torch.autograd.grad(outs, p, errors, retain_graph=True, allow_unused=True))
         roots: list[Tensor] = []
         seeds: list[Tensor] = []
         if t is not None and outs and not is_flat(op.func):
@@ -94,7 +96,7 @@ def derive(op, d: Signal, t: Signal | None, r: Signal | None = None, *, curvatur
         third = torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if roots and wanted else nothing
     if is_users(op.func) and t is not None and outs:
         _refuse_hidden_weights(op, d, [i for (i, _), g in zip(op.weights, third, strict=False) if g is None])
-    return list(back[: len(p)]), list(third[: len(p)]), list(third[len(p) : len(p) + len(a)])
+    return found[: len(p)], list(third[: len(p)]), list(third[len(p) : len(p) + len(a)])
 
 
 def _refuse_error_nodes(phi: Tensor) -> None:
