@@ -153,7 +153,13 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, wei
         scale = options.scale(batch) * weight_of_third if joined else options.scale(batch)
         t_0, unscale = start(dx, scale, gain, tape.half)
         gradients = Gradients(
-            back, 1.0 if joined else weight_of_third, apart, relative, weights is not None, joined, (1 / unit, unscale)
+            back,
+            1.0 if joined else weight_of_third,
+            apart,
+            relative=relative,
+            compiled=weights is not None,
+            joined=joined,
+            unscale=(1 / unit, unscale),
         )
         with torch.no_grad():
             visits = forward_again(tape, program, dx, t_0 if third else None, d, gradients, options.exact, mixed)
@@ -265,7 +271,7 @@ def forward_again(
         with tape.explaining(op):
             visit = Visit(op, d.pop(op, [None] * len(op.outputs)), [signals.get(z) for _, z in op.active])
             done = not whole or visit.flat
-            if done and gradients.joined:  # first, so that its error is free; a mix is made with the tangent
+            if done and gradients.joined:  # first, so that d is free before t grows; mixes are made with t
                 visit.collect(gradients)
                 visit.forget_error()
             if pushes and t_0 is not None:
