@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/heap.py --out results/bench/cpu-heap.json
 
 Steps of plain-20 with 128 images, with freed memory kept (`threepass/heap.py`) and without, in processes of their own
-that take turns: milliseconds, the system's share of them, and page faults, medians over the steps of all turns.
+that take turns: milliseconds, the system's own on both cores, and page faults, medians over the steps of all turns.
 """
 
 import argparse
@@ -61,9 +61,7 @@ def main() -> None:
     for (mode, memory), steps in rows.items():
         medians = [statistics.median(column) for column in zip(*steps, strict=True)]
         report.setdefault(mode, {})[memory] = dict(zip(("ms", "system_ms", "faults"), medians, strict=True))
-        print(
-            f"{mode:6} {memory:10} {medians[0]:7.1f} ms, {medians[1]:5.1f} of it the system's, {medians[2]:.0f} faults"
-        )
+        print(f"{mode:6} {memory:10} {medians[0]:7.1f} ms, {medians[1]:5.1f} of the system's, {medians[2]:.0f} faults")
     given.out.write_text(json.dumps({"steps": TURNS * STEPS, "modes": report}, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,9 +1,9 @@
 """Memory that a step on a CPU frees stays with the process.
 
 A compiled step makes and frees hundreds of large tensors. glibc gives free memory at the end of its heap back to the
-system, and large tensors' at once, and every page that the step then gets again costs a fault: an eighth of exact
-mode's time for plain-20. So the first step that is compiled for a CPU asks glibc to keep what is freed, as CUDA's
-allocator does, unless the user has settings of their own in the environment.
+system, and large tensors' at once, and every page that the step then gets again costs a fault: thousands in a step of
+plain-20 (`benchmarks/heap.py`). So the first step that is compiled for a CPU asks glibc to keep what is freed, as
+CUDA's allocator does, unless the user has settings of their own in the environment.
 """
 
 import ctypes
