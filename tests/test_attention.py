@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import threepass
+from threepass.kernels.fuse_attention import pack_errors
 from threepass.rules import attention, generic
 from threepass.rules.attention import Scores, curved, tangent
 from threepass.rules.table import rule_for
@@ -274,6 +275,44 @@ def test_kernels_as_operations(kernels, by_token):
     torch.library.opcheck(kernels.attention_bend, (*given, d, r, *how))
     u = kernels.attention_tangent(*given, *how)
     assert u.transpose(1, 2).is_contiguous() == by_token
+
+
+def way_back(*given):
+    """Exact mode's errors where one weight makes q, k and v, as that weight's output lies in memory."""
+    bent = torch.ops.threepass.attention_bend(*given, 0.3, False, "tf32x3", True)
+    return torch.stack([z.view(z.shape) for z in bent]).permute(1, 3, 0, 2, 4).reshape(2, 20, -1)
+
+
+@KERNELS
+def test_kernel_writes_errors_side_by_side(kernels):
+    given = kernel_signals(20, 20, 16, 16, (0, 1, 2, 3), torch.float32)
+    torch.library.opcheck(kernels.attention_bend_packed, (*given, 0.3, False, "tf32x3"))
+    graph = make_fx(way_back)(*given)
+    pack_errors(graph.graph)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    seen = {node.target for node in graph.graph.nodes}
+    assert torch.ops.threepass.attention_bend_packed.default in seen
+    assert not {torch.ops.aten.clone.default, torch.ops.threepass.attention_bend.default} & seen
+    assert torch.equal(graph(*given), way_back(*given))
+
+
+@KERNELS
+@pytest.mark.parametrize("other", ["order", "read", "turned"])
+def test_kernel_writes_errors_apart_where_they_are_read_apart(kernels, other):
+    def f(*given):
+        q, k, v = torch.ops.threepass.attention_bend(*given, 0.3, False, "tf32x3", True)
+        if other == "order":
+            return torch.stack([k, q, v]).permute(1, 3, 0, 2, 4).reshape(2, 20, -1)
+        if other == "turned":
+            return torch.stack([q, k, v]).permute(1, 2, 0, 3, 4).reshape(2, -1)
+        return torch.stack([q, k, v]).permute(1, 3, 0, 2, 4).reshape(2, 20, -1).sum() + q.sum()
+
+    given = kernel_signals(20, 20, 16, 16, (0, 1, 2, 3), torch.float32)
+    graph = make_fx(f)(*given)
+    before = str(graph.graph)
+    pack_errors(graph.graph)
+    assert str(graph.graph) == before
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")

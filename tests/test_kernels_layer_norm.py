@@ -133,6 +133,8 @@ def test_plain_bend_against_autograd(shape, changed):
         rows = list(range(len(shape) - 1))
         x = F.layer_norm(z["a"], shape[-1:])
         torch.testing.assert_close(g, torch.stack([(r * x).sum(rows), r.sum(rows)]))
+        more = bend_of(z, torch.float64, **changed, r_2=z["d"], sums=True)[1]
+        torch.testing.assert_close(more, torch.cat([g, (expected + z["d"]).sum(rows)[None]]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -198,9 +200,13 @@ def _check_bend(shape) -> None:
             {"r": None},
             {"r": None, "w": None},
             {"r_2": z["b"].expand(shape).contiguous()},
+            {"r_2": z["b"].expand(shape).contiguous(), "sums": True},
         ):
             got, again = (bend_of(z, dtype, **changed) for _ in range(2))
-            for result, other, reference in zip(got, again, bend_of(exact, torch.float64, **changed), strict=True):
+            expected = bend_of(exact, torch.float64, **changed)
+            if "sums" in changed:  # what is summed is what is handed on
+                expected[1][2] = got[0].double().sum(list(range(len(shape) - 1)))
+            for result, other, reference in zip(got, again, expected, strict=True):
                 assert result.shape == reference.shape
                 assert torch.equal(result, other)
                 if result.numel():
@@ -378,11 +384,16 @@ def test_column_sums_are_the_operations_where_gradients_are_packed_in_bfloat16(m
     monkeypatch.setattr(packed, "pays", lambda z: True)
     step, inputs, _ = step_of("blocks", torch.bfloat16, exact=True)
     program, without = trace(step, inputs), trace(step, inputs, kernels=False)
-    sums = [
-        sum(n.target is torch.ops.aten.sum.dim_IntList and n.args[1] == [0, 1] for n in p.graph.graph.nodes)
-        for p in (program, without)
-    ]
-    assert sums == [0, 4 * NETS["blocks"][1]]  # d mix, d, r x and r of each norm
+    norms = NETS["blocks"][1]
+    of_norms, of_weights = (
+        [
+            sum(n.target is torch.ops.aten.sum.dim_IntList and n.args[1] == dims for n in p.graph.graph.nodes)
+            for p in (program, without)
+        ]
+        for dims in ([0, 1], [0])
+    )
+    assert of_norms == [0, 4 * norms]  # d mix, d, r x and r of each
+    assert of_weights[1] - of_weights[0] == norms  # R{d} behind each
     for got, expected in zip(program(*inputs), without(*inputs), strict=True):
         assert got.dtype == expected.dtype
         assert (got - expected).norm() < 5e-2 * expected.norm()

@@ -59,12 +59,16 @@ def apply(graph: GraphModule, kernels: bool) -> None:
     again = forget(graph.graph)
     if kernels:
         from .kernels.fuse import fuse
+        from .kernels.fuse_activation import fuse_activations
+        from .kernels.fuse_attention import pack_errors
         from .kernels.fuse_batch_norm import fuse_batch_norms
         from .kernels.fuse_layer_norm import fuse_layer_norms
 
         write_out_thin_products(graph.graph)
         fuse(graph.graph)
         fuse_layer_norms(graph.graph)
+        fuse_activations(graph.graph)
+        pack_errors(graph.graph)
         keep_gated_sums(graph.graph)
         fuse_batch_norms(graph.graph)
     for node in again:

@@ -406,6 +406,37 @@ def _(q, k, v, t_q, t_k, t_v, d, r, scale, causal, precision, by_token):
     return tuple(_empty(q, z.shape[-2], z.shape[-1], by_token) for z in (q, k, v))
 
 
+@torch.library.custom_op("threepass::attention_bend_packed", mutates_args=())
+def attention_bend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    t_q: Tensor | None,
+    t_k: Tensor | None,
+    t_v: Tensor | None,
+    d: Tensor,
+    r: Tensor | None,
+    scale: float,
+    causal: bool,
+    precision: str,
+) -> Tensor:
+    """The same of q, k and v of one shape, as one tensor; in memory (batch, tokens, 3, heads, width)."""
+    out = _empty_packed(q)
+    with torch.cuda.device_of(q):
+        launch_bend(q, k, v, t_q, t_k, t_v, d, r, scale, causal, precision, out=tuple(out.unbind()))
+    return out
+
+
+@attention_bend_packed.register_fake
+def _(q, k, v, t_q, t_k, t_v, d, r, scale, causal, precision):
+    return _empty_packed(q)
+
+
+def _empty_packed(q: Tensor) -> Tensor:
+    batch, heads, tokens, width = q.shape
+    return q.new_empty((batch, tokens, 3, heads, width)).permute(2, 0, 3, 1, 4)
+
+
 def launch_tangent(q, k, v, t_q, t_k, t_v, scale, causal, precision, by_token, blocks: Blocks | None = None) -> Tensor:
     """The tangent's kernel on these tensors; `blocks`: other than the usual ones."""
     (batch, heads, queries, n), (keys, w) = q.shape, v.shape[-2:]
@@ -421,15 +452,15 @@ def launch_tangent(q, k, v, t_q, t_k, t_v, scale, causal, precision, by_token, b
 
 
 def launch_bend(
-    q, k, v, t_q, t_k, t_v, d, r, scale, causal, precision, by_token, blocks: BendBlocks | None = None
+    q, k, v, t_q, t_k, t_v, d, r, scale, causal, precision, by_token=False, blocks: BendBlocks | None = None, out=None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The kernels of exact mode on these tensors; `blocks`: other than the usual ones."""
+    """The kernels of exact mode on these tensors; `blocks`: other than the usual ones; `out`: where the results go."""
     (batch, heads, queries, n), (keys, w) = q.shape, v.shape[-2:]
     blocks = blocks or bend_blocks(q, k, v, precision)
     q, k, v, d, *rest = _rows_whole(q, k, v, d, t_q, t_k, t_v, r)
     *t, r = _or_else(rest, (q, k, v, d))
     given = [q, k, v, *t, d, r]
-    out_q, out_k, out_v = (_empty(q, z.shape[-2], z.shape[-1], by_token) for z in (q, k, v))
+    out_q, out_k, out_v = out or (_empty(q, z.shape[-2], z.shape[-1], by_token) for z in (q, k, v))
     common = (heads, queries, keys, scale, *(s is not None for s in rest), causal, n, w, _padded(n), _padded(w))
     if isinstance(blocks, Blocks):
         tensors = [*given, out_q, out_k, out_v]

@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 
 from ..passes import call, gated, is_ours, marked, put
 from . import conv
-from .match import may_be_wide
+from .match import widen
 from .pointwise import rectified
 
 FEW, BARE, THIN = 64, 32, 4
@@ -139,24 +139,12 @@ def _fuse_backward(graph: Graph, node: Any) -> None:
     channels_last = _value(w).is_contiguous(memory_format=torch.channels_last)
     with graph.inserting_before(node):
         both = call(graph, torch.ops.threepass.conv3x3_weight.default, (d, a, stride, channels_last))
-    _widen(graph, result, both)
+        product = call(graph, operator.getitem, (both, 0))
+    widen(graph, result, product)
     for total in list(d.users):
         whole = total.target is _aten.sum.dim_IntList and len(total.args) == 2 and not total.kwargs
         if whole and list(total.args[1]) == [0, 2, 3] and both < total:
             put(total, operator.getitem, (both, 1))
-
-
-def _widen(graph: Graph, result: Any, both: Node) -> None:
-    """Puts the kernel's float32 gradient in the place of another; those that need that one's format get a copy."""
-    before, after = _value(result), _value(both)[0]
-    put(result, operator.getitem, (both, 0))
-    result.meta["val"] = after
-    readers = [n for n in result.users if before.dtype != after.dtype and not may_be_wide(n)]
-    if readers:
-        with graph.inserting_after(result):
-            copy = call(graph, _aten._to_copy.default, (result,), {"dtype": before.dtype})
-        for reader in readers:
-            reader.replace_input_with(result, copy)
 
 
 def warm_up(graph: Graph) -> None:

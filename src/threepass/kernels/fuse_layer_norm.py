@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from ..passes import call, is_written
 from . import layer_norm
-from .match import match, source, value_of
+from .match import column_sums, is_made_where_read, match, memory_is_written, source, value_of, widen
 
 _aten = torch.ops.aten
 _add, _mul, _sub, _neg = _aten.add.Tensor, _aten.mul.Tensor, _aten.sub.Tensor, _aten.neg.default
@@ -133,7 +133,7 @@ def _norm_at(t_hat: Any, fixed: bool) -> _Norm | None:
         norm.inner |= norm.bend.inner
         outside |= {*norm.bend.bent, *norm.bend.g_w}
     served = all(user in norm.inner or user in outside for n in norm.inner for user in n.users)
-    if not served or not all(z < t_hat for z in operands) or any(map(_is_written, signals)):
+    if not served or not all(z < t_hat for z in operands) or any(map(memory_is_written, signals)):
         return None
     fits = layer_norm.fits(*map(norm.placed, signals)) and all(norm.placed(z).is_contiguous() for z in norm.t_u)
     return norm if fits and (norm.ratio is None or value_of(norm.ratio).dtype == torch.float32) else None
@@ -160,7 +160,7 @@ def _bend_at(known: dict[str, Any], norm: _Norm) -> _Bend | None:
         return None
     early = all(z < bend.place for z in (*signals, *(() if weight is None else (weight,))))
     fits = layer_norm.fits(*map(norm.placed, signals)) and norm.placed(node).is_contiguous()
-    if not early or not fits or any(map(_is_written, signals)):
+    if not early or not fits or any(map(memory_is_written, signals)):
         return None
     _find_sum(norm, bend)
     return bend
@@ -174,7 +174,7 @@ def _find_sum(norm: _Norm, bend: _Bend) -> None:
         return
     (other,) = (z for z in total.args if z is not bent)
     fits = layer_norm.fits(*map(norm.placed, (norm.a, other))) and norm.placed(total).is_contiguous()
-    if fits and other < bend.place and not _is_written(other) and not _is_elementwise(other):
+    if fits and other < bend.place and not memory_is_written(other) and not is_made_where_read(other):
         bend.inner.add(bent)
         bend.bent, bend.other = [total], other
 
@@ -220,16 +220,10 @@ def _sum_over_rows(product: Any, rows: list[int]) -> tuple[Any, Any]:
 
 
 def _sums_of(z: Any, rows: list[int], place: Any) -> list[Any]:
-    """z summed over rows behind a place, as rows of C: in float32, if they are read so."""
+    """z summed over rows behind a place, as rows of C."""
     totals = [n for n in z.users if n.target is _sum and list(n.args[1:]) == [rows, True]]
     sums = [_only(total, _view, lambda n: value_of(n).dim() == 1) for total in totals]
-    return [n for out in sums if out is not None and place < out for n in _as_read(out)]
-
-
-def _as_read(z: Any) -> list[Any]:
-    """z, or all that read it, if those are its copies in float32."""
-    copies = list(z.users)
-    return copies if all(n.target is _copy and n.kwargs == {"dtype": torch.float32} for n in copies) else [z]
+    return [out for out in sums if out is not None and place < out]
 
 
 def _find_tangent(norm: _Norm, t_hat: Any) -> None:
@@ -289,27 +283,25 @@ def _fuse(graph: Graph, norm: _Norm, t_hat: Any) -> bool:
 
 def _put_bend(graph: Graph, norm: _Norm, bend: _Bend) -> Node:
     """Puts exact mode's call before all that it stands for."""
+    totals = [n for node in bend.bent for n in column_sums(node)] if bend.r is not None else []
     with graph.inserting_before(bend.place):
         signals = (norm.a, norm.t, bend.d, bend.r, bend.other)
-        arguments = (*signals, bend.weight, norm.eps, value_of(bend.bent[0]).dtype)
+        arguments = (*signals, bend.weight, norm.eps, value_of(bend.bent[0]).dtype, bool(totals))
         both = call(graph, torch.ops.threepass.layer_norm_bend.default, arguments)
         bent, g = (call(graph, operator.getitem, (both, i)) for i in range(2))
+    _pass_on_sums(graph, g, bend.g_w, bend.g_b, totals)
     for node in bend.bent:
         _pass_on(node, bent, list(node.users))
-    _pass_on_sums(graph, g, bend.g_w, bend.g_b)
     return both
 
 
 def _pass_on_sums(graph: Graph, g: Node, *gradients: list[Any]) -> None:
-    """The rows of g, in the formats that the gradients have."""
+    """The rows of g in the gradients' places."""
     for i, nodes in enumerate(gradients):
         for node in nodes:
             with graph.inserting_after(g):
-                row = new = call(graph, _aten.select.int, (g, 0, i))
-            if value_of(node).dtype != torch.float32:
-                with graph.inserting_after(row):
-                    new = call(graph, _copy, (row,), {"dtype": value_of(node).dtype})
-            _pass_on(node, new, list(node.users))
+                row = call(graph, _aten.select.int, (g, 0, i))
+            widen(graph, node, row)
 
 
 def _pass_on(node: Any, new: Node, readers: list[Any]) -> None:
@@ -324,17 +316,10 @@ def _parts(norm: _Norm, t_hat: Any) -> tuple[list[Any], list[Any]]:
     if t.target is not _aten.add.Tensor or t.kwargs or not all(isinstance(z, Node) for z in t.args):
         return [t, None], []
     others = [n for n in t.users if n not in norm.inner and not (n.target is _copy and set(n.users) <= norm.inner)]
-    fits = layer_norm.fits(*map(norm.placed, (norm.a, *t.args))) and not any(map(_is_written, t.args))
-    if fits and all(t_hat < n for n in others) and not any(map(_is_elementwise, t.args)):
+    fits = layer_norm.fits(*map(norm.placed, (norm.a, *t.args))) and not any(map(memory_is_written, t.args))
+    if fits and all(t_hat < n for n in others) and not any(map(is_made_where_read, t.args)):
         return list(t.args), others
     return [t, None], []
-
-
-def _is_elementwise(z: Any) -> bool:
-    """Whether the compiler would make z inside the sum that alone reads it."""
-    while len(z.users) == 1 and (getattr(z.target, "is_view", False) or z.target is _aten._unsafe_view.default):
-        z = z.args[0]
-    return len(z.users) == 1 and torch.Tag.pointwise in getattr(z.target, "tags", ())
 
 
 def _dense(graph: Graph, z: Any) -> Any:
@@ -355,10 +340,3 @@ def _only(node: Any, target: Any, fits: Any) -> Any:
     """The one reader of a node, if it is of this kind."""
     readers = [] if node is None else list(node.users)
     return readers[0] if len(readers) == 1 and readers[0].target is target and fits(readers[0]) else None
-
-
-def _is_written(z: Any) -> bool:
-    """Whether something writes to a signal, or to what it is a view of."""
-    while not is_written(z) and getattr(z.target, "is_view", False):
-        z = z.args[0]
-    return is_written(z)

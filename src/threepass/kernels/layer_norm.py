@@ -13,6 +13,7 @@ Exact mode's way back, from r = R{d} of u to that of a, is another. With J z = (
 
     R{d_a} = J (w r) - (x̂ mean(t J g) + mean(x̂ t) J g + mean(x̂ g) J t) / std(a) + r_2,   g = w d
     g_w    = sum r x̂,  g_b = sum r                 over all rows, in float32; r_2: of a residual branch, or none
+    g_a    = sum R{d_a}                            for the shift of a weight before the norm
 
 Custom operations (`torch.ops.threepass`), which the compiler takes as they are. Where `fits` says so they are Triton
 kernels (`layer_norm_triton.py`), which read and write each signal once, else plain PyTorch.
@@ -125,31 +126,35 @@ def bend(
     w: Tensor | None,
     eps: float,
     dtype: torch.dtype,
+    sums: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(R{d_a}, (g_w, g_b)): R{d_a} in `dtype`, before r_2 is added and after; without r the gradients are empty."""
+    """(R{d_a}, (g_w, g_b)), or with `sums` (g_w, g_b, g_a); R{d_a} in `dtype`, before r_2 is added and after.
+
+    Without r the gradients are empty.
+    """
     if fits(a, t, d, *(z for z in (r, r_2) if z is not None)) and dtype in (torch.float32, torch.bfloat16):
         from . import layer_norm_triton
 
-        bent, g = _empty_bend(a, r, dtype)
+        bent, g = _empty_bend(a, r, dtype, sums)
         w = None if w is None else w.contiguous()
         layer_norm_triton.bend(a, t, d, r, r_2, w, eps, bent, g if g.numel() else None)
         return bent, g
-    return _plain_bend(a, t, d, r, r_2, w, eps, dtype)
+    return _plain_bend(a, t, d, r, r_2, w, eps, dtype, sums)
 
 
 @bend.register_fake
-def _(a, t, d, r, r_2, w, eps, dtype):
-    return _empty_bend(a, r, dtype)
+def _(a, t, d, r, r_2, w, eps, dtype, sums=False):
+    return _empty_bend(a, r, dtype, sums)
 
 
-def _empty_bend(a: Tensor, r: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    columns = (2, a.shape[-1]) if r is not None else 0
+def _empty_bend(a: Tensor, r: Tensor | None, dtype: torch.dtype, sums: bool) -> tuple[Tensor, Tensor]:
+    columns = (2 + sums, a.shape[-1]) if r is not None else 0
     return a.new_empty(a.shape, dtype=dtype), a.new_empty(columns, dtype=accumulate_dtype(a.dtype))
 
 
-def _plain_bend(a, t, d, r, r_2, w, eps, dtype) -> tuple[Tensor, Tensor]:
+def _plain_bend(a, t, d, r, r_2, w, eps, dtype, sums) -> tuple[Tensor, Tensor]:
     """The operation in plain PyTorch."""
-    bent, sums = _empty_bend(a, r, dtype)
+    bent, gradients = _empty_bend(a, r, dtype, sums)
     a, t, d = (z.to(accumulate_dtype(z.dtype)) for z in (a, t, d))
     var, mean = torch.var_mean(a, -1, correction=0, keepdim=True)
     rstd = (var + eps).rsqrt()
@@ -167,7 +172,11 @@ def _plain_bend(a, t, d, r, r_2, w, eps, dtype) -> tuple[Tensor, Tensor]:
     if r is not None:
         r = r.to(accumulate_dtype(r.dtype))
         total = total + jacobian(r if w is None else r * w)
-        rows = list(range(a.dim() - 1))
-        sums[0], sums[1] = (r * x).sum(rows), r.sum(rows)
     bent.copy_(total)
-    return bent if r_2 is None else (bent + r_2).to(dtype), sums
+    bent = bent if r_2 is None else (bent + r_2).to(dtype)
+    if r is not None:
+        rows = list(range(a.dim() - 1))
+        gradients[0], gradients[1] = (r * x).sum(rows), r.sum(rows)
+        if sums:
+            gradients[2] = bent.to(gradients.dtype).sum(rows)
+    return bent, gradients

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .rounding_triton import rounded_randomly
+from .sums_triton import add_up
 
 PROGRAMS = 132 * 6  # at most: so many, of 4 warps and 80 registers, an H200 holds at once
 BLOCK = 1024  # numbers, if they are whole rows: 8 a thread, so that 16 bytes of bfloat16 are read at once
@@ -40,12 +41,10 @@ def _load(z, here, inside):
 
 
 @triton.jit
-def _store_sums(work, for_scale, for_shift, C: tl.constexpr, BC: tl.constexpr):
-    """A program's two rows of column sums."""
+def _store_row(work, count, i, values, C: tl.constexpr, BC: tl.constexpr):
+    """Row i of a program's `count` rows of column sums."""
     column = tl.arange(0, BC)
-    at = work + tl.program_id(0) * (2 * C) + column
-    tl.store(at, tl.sum(for_scale, 0), mask=column < C)
-    tl.store(at + C, tl.sum(for_shift, 0), mask=column < C)
+    tl.store(work + (tl.program_id(0) * count + i) * C + column, tl.sum(values, 0), mask=column < C)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -99,13 +98,14 @@ def _tangent_kernel(t_1, t_2, a, d, w, b, ratio, t_sum, t_u, m, work, rows, part
             for_scale += tl.where(inside, e * t, 0.0)
         for_shift += e
     if d is not None:
-        _store_sums(work, for_scale, for_shift, C, BC)
+        _store_row(work, 2, 0, for_scale, C, BC)
+        _store_row(work, 2, 1, for_shift, C, BC)
 
 
 @triton.jit
 def _bend_kernel(a, t, d, r, r_2, w, bent, work, rows, part, eps,
-                 C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """R{d_a} of `part` rows, and into work, [programs, 2, C], their sums of r x̂ and of r.
+                 SUMS: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """R{d_a} of `part` rows, and into work, [programs, 2 or 3, C], their sums of r x̂, of r, and with SUMS of R{d_a}.
 
     J is linear: R{d_a} = J z - x̂ mean(g J t) / std(a) + r_2, z = w r - (mean(x̂ t) g + mean(x̂ g) t) / std(a).
     """
@@ -116,6 +116,7 @@ def _bend_kernel(a, t, d, r, r_2, w, bent, work, rows, part, eps,
         scale = _load(w, column, known)
     for_scale = tl.zeros((BR, BC), tl.float32)
     for_shift = tl.zeros((BR, BC), tl.float32)
+    before = tl.zeros((BR, BC), tl.float32)
     first = tl.program_id(0) * part
     for start in range(first, min(rows, first + part), BR):
         row = start + tl.arange(0, BR)[:, None]
@@ -136,23 +137,18 @@ def _bend_kernel(a, t, d, r, r_2, w, bent, work, rows, part, eps,
         z = e * scale - rstd * (along_t * g + _mean(x * g, C) * s)
         along = _mean(x * z, C) + rstd * _mean(g * (s - x * along_t), C)
         z = rstd * (z - _mean(z, C) - x * along)
-        z = z.to(bent.dtype.element_ty).to(tl.float32) + other
-        tl.store(bent + here, z.to(bent.dtype.element_ty), mask=inside)
+        z = (z.to(bent.dtype.element_ty).to(tl.float32) + other).to(bent.dtype.element_ty)
+        tl.store(bent + here, z, mask=inside)
         for_scale += tl.where(inside, e * x, 0.0)  # with eps = 0, x̂ is no number outside
         for_shift += e
+        if SUMS:
+            before += tl.where(inside, z.to(tl.float32), 0.0)
     if r is not None:
-        _store_sums(work, for_scale, for_shift, C, BC)
-
-
-@triton.jit
-def _sum_kernel(work, g, parts, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
-    """Sums [parts, C] over the parts, in a fixed order."""
-    column = tl.program_id(0) * BC + tl.arange(0, BC)
-    acc = tl.zeros((BP, BC), tl.float32)
-    for start in range(0, parts, BP):
-        p = start + tl.arange(0, BP)[:, None]
-        acc += tl.load(work + p * C + column[None, :], mask=(p < parts) & (column < C)[None, :], other=0.0)
-    tl.store(g + column, tl.sum(acc, 0), mask=column < C)
+        count: tl.constexpr = 3 if SUMS else 2
+        _store_row(work, count, 0, for_scale, C, BC)
+        _store_row(work, count, 1, for_shift, C, BC)
+        if SUMS:
+            _store_row(work, count, 2, before, C, BC)
 
 
 def tangent(
@@ -168,19 +164,21 @@ def tangent(
         t, t_2, a, d, w, b, ratio, t_sum, t_u, m, work, rows, part, eps, seed,
         HALF_SUM=t_2 is not None and t.dtype == t_2.dtype == torch.bfloat16, **shape,
     )  # fmt: skip
-    _sum(work, g)
+    add_up(work, g)
 
 
 def bend(
     a: Tensor, t: Tensor, d: Tensor, r: Tensor | None, r_2: Tensor | None, w: Tensor | None, eps: float,
     bent: Tensor, g: Tensor | None,
 ) -> None:  # fmt: skip
-    """Into bent, (..., C), and g, (2, C): the sums of r x̂ and of r."""
+    """Into bent, (..., C), and g, (2 or 3, C): the sums of r x̂, of r and, in a third row, of bent."""
     rows, part, shape = _blocks(a)
     programs = triton.cdiv(rows, part)
     work = None if g is None else a.new_empty((programs, g.numel()), dtype=torch.float32)
-    _bend_kernel[(programs,)](a, t, d, r, r_2, w, bent, work, rows, part, eps, **shape)
-    _sum(work, g)
+    _bend_kernel[(programs,)](
+        a, t, d, r, r_2, w, bent, work, rows, part, eps, SUMS=g is not None and len(g) == 3, **shape
+    )
+    add_up(work, g)
 
 
 def _blocks(a: Tensor) -> tuple[int, int, dict[str, int]]:
@@ -190,10 +188,3 @@ def _blocks(a: Tensor) -> tuple[int, int, dict[str, int]]:
     block = max(1, BLOCK // width)
     part = triton.cdiv(triton.cdiv(rows, block), PROGRAMS) * block
     return rows, part, {"C": columns, "BR": block, "BC": width, "num_warps": 4 if width <= 1024 else 8}
-
-
-def _sum(work: Tensor | None, g: Tensor | None) -> None:
-    """The programs' sums, added up."""
-    if work is not None and g is not None:
-        parts, columns = work.shape
-        _sum_kernel[(triton.cdiv(columns, 16),)](work, g, parts, C=columns, BP=512, BC=16, num_warps=8)

@@ -1,4 +1,4 @@
-"""Finding what a rule wrote in a captured step's graph.
+"""Finding what a rule wrote in a captured step's graph, and putting something else there.
 
 A pattern is (operation, *arguments); a name stands for any argument, the same one wherever it occurs.
 """
@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-_copy = torch.ops.aten._to_copy.default
+from ..passes import call, is_written
+
+_aten = torch.ops.aten
+_copy = _aten._to_copy.default
 
 
 def match(pattern: Any, value: Any, found: dict[str, Any], inner: dict[Any, Any]) -> bool:
@@ -39,6 +42,42 @@ def may_be_wide(reader: Any) -> bool:
         return bool(reader.users) and all(map(may_be_wide, reader.users))
     wide = reader.target is _copy and reader.kwargs == {"dtype": torch.float32}
     return wide or reader.target is torch.ops.threepass.pack.default
+
+
+def widen(graph: Graph, node: Any, wide: Any) -> None:
+    """Puts a float32 value in a node's place; those that need the node's format get a copy."""
+    readers = list(node.users)
+    same = value_of(node).dtype == value_of(wide).dtype
+    narrow = set() if same else {n for n in readers if not may_be_wide(n)}
+    copy = wide
+    if narrow:
+        with graph.inserting_after(wide):
+            copy = call(graph, _copy, (wide,), {"dtype": value_of(node).dtype})
+    for reader in readers:
+        reader.replace_input_with(node, copy if reader in narrow else wide)
+
+
+def column_sums(z: Any) -> list[Any]:
+    """The sums of z, (..., C), over all its rows, as (C)."""
+    rows, columns = list(range(value_of(z).dim() - 1)), value_of(z).shape[-1]
+    found = [n for n in z.users if n.target is _aten.sum.dim_IntList and list(n.args[1:]) == [rows] and not n.kwargs]
+    for view in [n for n in z.users if n.target is _aten.view.default and value_of(n).shape[-1:] == (columns,)]:
+        found += column_sums(view)
+    return found
+
+
+def is_made_where_read(z: Any) -> bool:
+    """Whether the compiler would make z inside what alone reads it."""
+    while len(z.users) == 1 and (getattr(z.target, "is_view", False) or z.target is _aten._unsafe_view.default):
+        z = z.args[0]
+    return len(z.users) == 1 and torch.Tag.pointwise in getattr(z.target, "tags", ())
+
+
+def memory_is_written(z: Any) -> bool:
+    """Whether something writes to a signal, or to what it is a view of."""
+    while not is_written(z) and getattr(z.target, "is_view", False):
+        z = z.args[0]
+    return is_written(z)
 
 
 def value_of(node: Any) -> Tensor:

@@ -38,28 +38,28 @@ def sigmoid(u: Tensor, a: Tensor) -> Map:
 @rule(torch._C._nn.silu)
 def silu(u: Tensor, a: Tensor) -> Map:
     """f = a σ, f'' = σ (1 - σ) (2 + a (1 - 2 σ))"""
-
-    def second(a: Tensor) -> Tensor:
-        p = torch.sigmoid(a)
-        return p * (1 - p) * (2 + a * (1 - 2 * p))
-
     a = a.detach()
-    return _smooth(lambda s: _aten.silu_backward(s, a), a, second)
+    return _smooth(lambda s: _aten.silu_backward(s, a), a, silu_second)
+
+
+def silu_second(a: Tensor) -> Tensor:
+    p = torch.sigmoid(a)
+    return p * (1 - p) * (2 + a * (1 - 2 * p))
 
 
 @rule(F.gelu)
 def gelu(u: Tensor, a: Tensor, approximate: str = "none") -> Map:
     """f = a Φ(a), f'' = φ(a) (2 - a²); "tanh": f = a (1 + h) / 2 with h = tanh(k (a + c a³))"""
     a = a.detach()
-    second = _gelu_second if approximate == "none" else _gelu_tanh_second
+    second = gelu_second if approximate == "none" else gelu_tanh_second
     return _smooth(lambda s: _aten.gelu_backward(s, a, approximate=approximate), a, second)
 
 
-def _gelu_second(a: Tensor) -> Tensor:
+def gelu_second(a: Tensor) -> Tensor:
     return torch.exp(-0.5 * a * a) / math.sqrt(2 * math.pi) * (2 - a * a)
 
 
-def _gelu_tanh_second(a: Tensor) -> Tensor:
+def gelu_tanh_second(a: Tensor) -> Tensor:
     """With h' = (1 - h²) g, g = k (1 + 3 c a²): f'' = h' + a h'' / 2"""
     k, c = math.sqrt(2 / math.pi), 0.044715
     h = torch.tanh(k * (a + c * a * a * a))

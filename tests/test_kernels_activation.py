@@ -1,0 +1,205 @@
+"""The activations' operation: against autograd, the kernel against plain PyTorch, and in the graph.
+
+The kernel runs in Triton's interpreter, in a process of its own, where Triton is there.
+"""
+
+import pytest
+import torch
+from interpreter import interpreted, needs_triton
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.nn import functional as F
+
+from threepass import models, packed
+from threepass.capture import capture, trace
+from threepass.engine import run
+from threepass.kernels import activation
+from threepass.options import Options
+
+CASES = [(3, 5, 24), (7, 300), (70, 16)]  # rows that fill no block, columns that are no power of two
+OP = torch.ops.threepass.activation_error.default
+KIND = pytest.mark.parametrize("kind", activation.KINDS)
+
+
+def signals(shape, dtype=torch.float64) -> dict[str, Tensor]:
+    torch.manual_seed(sum(shape))
+    return {name: torch.randn(shape).mul(1.5).to(dtype) for name in "radt"}
+
+
+@KIND
+@pytest.mark.parametrize("shape", CASES, ids=str)
+def test_plain_against_autograd(shape, kind):
+    z = signals(shape)
+    f = activation.KINDS[kind][0]
+    a = z["a"].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(f(a).sum(), a, create_graph=True)
+    (bend,) = torch.autograd.grad(slope.sum(), a)
+    slope, rows = slope.detach(), list(range(len(shape) - 1))
+    e, sums, u = activation.error(z["r"], z["a"], kind)
+    torch.testing.assert_close(e, slope * z["r"])
+    torch.testing.assert_close(sums, e.sum(rows))
+    assert u.numel() == 0
+    e, sums, u = activation.error(**z, kind=kind, again=True)
+    torch.testing.assert_close(e, slope * z["r"] + bend * z["d"] * z["t"])
+    torch.testing.assert_close(sums, e.sum(rows))
+    torch.testing.assert_close(u, f(z["a"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_operation_can_be_traced(dtype):
+    r, a, d, t = signals(CASES[0], dtype).values()
+    torch.library.opcheck(OP, (r, a, "gelu"))
+    torch.library.opcheck(OP, (r, a, "silu", d, t, True))
+
+
+@needs_triton
+def test_kernel_in_the_interpreter():
+    interpreted("import test_kernels_activation as t; t.check_kernel()")
+
+
+def check_kernel() -> None:
+    """Against plain PyTorch in float64; runs under TRITON_INTERPRET=1."""
+    from threepass.kernels import activation_triton
+
+    for programs in (activation_triton.PROGRAMS, 2):  # a block each, and loops over several
+        activation_triton.PROGRAMS = programs
+        for shape in CASES:
+            for kind in activation.KINDS:
+                _check_case(shape, kind)
+
+
+def _check_case(shape, kind) -> None:
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
+        z = signals(shape, dtype)
+        assert activation.fits(*z.values())
+        assert not activation.fits(z["a"].double(), z["r"].double())
+        assert not activation.fits(z["a"], z["r"].transpose(0, 1).contiguous().transpose(0, 1))
+        exact = {name: value.double() for name, value in z.items()}
+        for changed in ({}, {"again": True}, {"d": None, "t": None}):
+            got, again = (activation.error(**{**z, "kind": kind, **changed}) for _ in range(2))
+            expected = list(activation.error(**{**exact, "kind": kind, **changed}))
+            expected[1] = got[0].double().sum(list(range(len(shape) - 1)))  # what is summed is what is handed on
+            for result, other, reference in zip(got, again, expected, strict=True):
+                assert result.shape == reference.shape
+                assert torch.equal(result, other)
+                if result.numel():
+                    error = (result.double() - reference).norm() / reference.norm()
+                    assert error < (tolerance if result.dtype == dtype else 1e-6), (shape, kind, dtype, changed, error)
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """The operation wherever it could be a kernel's; here it is plain PyTorch."""
+    fits = activation.fits
+    monkeypatch.setattr(activation, "fits", lambda *z: is_fake(z[0]) and fits(*z))
+    monkeypatch.setattr(activation, "runs_on", lambda device: True)
+
+
+class Dropped(nn.Module):
+    """What is elementwise behind the activation the compiler does together with its derivative."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x) * 0.5
+
+
+class Added(nn.Module):
+    """The activation's input, and output, have other readers too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = F.gelu(x)
+        return u + x + u * torch.tanh(u)
+
+
+class Written(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x).mul_(2.0)
+
+
+def net(*activations: nn.Module, bias: bool = True) -> nn.Module:
+    layers = [m for f in activations for m in (nn.Linear(12, 12, bias=bias), f)]
+    return nn.Sequential(*layers, nn.Linear(12, 12), nn.Flatten(), nn.Linear(48, 10))
+
+
+NETS = {  # and how often the operation stands for an error in pass 2, and on exact mode's way back
+    "gelu": (lambda: net(nn.GELU(), nn.GELU()), 2, 2),
+    "gelu-tanh": (lambda: net(nn.GELU("tanh"), nn.GELU("tanh")), 2, 2),
+    "silu": (lambda: net(nn.SiLU(), nn.SiLU()), 2, 2),
+    "no shift": (lambda: net(nn.GELU(), bias=False), 0, 0),
+    "others": (lambda: net(nn.Tanh(), nn.ReLU()), 0, 0),
+    "dropped": (lambda: net(Dropped()), 0, 0),
+    "added": (lambda: net(Added(), nn.GELU()), None, None),
+    "written": (lambda: net(Written(), nn.GELU()), None, None),
+    "vit": (lambda: models.by_name("vit", image=16, width=24, depth=2), 2, 2),
+}
+
+
+def step_of(name: str, dtype: torch.dtype, mode: str):
+    torch.manual_seed(0)
+    model = NETS[name][0]().to(dtype)
+    x = torch.randn((8, 3, 16, 16) if name == "vit" else (8, 4, 12), dtype=dtype)
+    y = torch.arange(8)
+    options = Options(alpha=0.3, mode=mode)
+
+    def step(weights, x, y):
+        grads = run(model, F.cross_entropy, x, y, options, weights=(weights[0], weights[1])).grads
+        return list(grads.values())
+
+    def eager():
+        return list(run(model, F.cross_entropy, x, y, options).grads.values())
+
+    return step, [torch.tensor([0.3, 0.7], dtype=torch.float32), x, y], eager
+
+
+def calls(program) -> list:
+    return [node for node in program.graph.graph.nodes if node.target is OP]
+
+
+@pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.usefixtures("everywhere")
+def test_a_captured_step_with_the_operation_is_the_engines(name, mode):
+    step, inputs, eager = step_of(name, torch.float32, mode)
+    program = trace(step, inputs)
+    _, errors, bends = NETS[name]
+    found = calls(program)
+    if errors is not None:
+        exact = mode == "exact"  # there, float formats sum the joined error, on the way back
+        assert sum(node.args[3] is None for node in found) == (0 if exact else errors)
+        assert sum(node.args[3] is not None for node in found) == (bends if exact else 0)
+    torch.testing.assert_close(program(*inputs), eager(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+@pytest.mark.usefixtures("everywhere")
+def test_in_bfloat16_it_differs_by_rounding_alone(mode, monkeypatch):
+    monkeypatch.setattr(packed, "pays", lambda z: True)  # as on a GPU
+    step, inputs, _ = step_of("vit", torch.bfloat16, mode)
+    program, without = trace(step, inputs), trace(step, inputs, kernels=False)
+    assert len(calls(program)) == (4 if mode == "exact" else 2)
+    assert not calls(without)
+    results = list(zip(program(*inputs), without(*inputs), strict=True))
+    assert all(got.dtype == expected.dtype for got, expected in results)
+    apart = sum((got - expected).square().sum() for got, expected in results)
+    assert apart < 1e-2**2 * sum(expected.square().sum() for _, expected in results)
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_exact_mode_makes_u_again_where_it_is_needed():
+    step, inputs, _ = step_of("gelu", torch.bfloat16, "exact")
+    for with_kernels in (True, False):
+        graph = trace(step, inputs, kernels=with_kernels).graph.graph
+        made = [n for n in graph.nodes if n.target is torch.ops.aten.gelu.default]
+        assert len(made) == (4 if with_kernels else 6)  # in pass 1, for pass 3's mix, and for the way back
+    for node in calls(trace(step, inputs)):
+        assert node.args[5] == (node.args[3] is not None)
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+@pytest.mark.usefixtures("everywhere")
+def test_the_compiler_takes_it(mode):
+    step, inputs, eager = step_of("gelu", torch.float32, mode)
+    captured = capture(step, inputs)
+    assert calls(captured.program)
+    torch.testing.assert_close(captured(*inputs), eager(), rtol=1e-4, atol=1e-5)
