@@ -156,8 +156,8 @@ def check_kernel() -> None:
     """Against plain PyTorch in float64; runs under TRITON_INTERPRET=1."""
     from threepass.kernels import layer_norm_triton
 
-    for programs in (layer_norm_triton.PROGRAMS, 2):  # a block each, and loops over several
-        layer_norm_triton.PROGRAMS = programs
+    for warps in (layer_norm_triton.WARPS, 2):  # a block each, and loops over several
+        layer_norm_triton.WARPS = warps
         for shape in CASES:
             _check_case(shape)
             _check_bend(shape)

@@ -2,7 +2,7 @@
 
     e    = f'(a) r                   pass 2's error of a, from that of u; exact mode's way back with d and t:
     e    = f'(a) r + f''(a) d t      r = R{d}, d the error of u and t the tangent of a
-    sums = sum e                     over all rows, in float32: the gradient of a shift before the activation
+    sums = sum e                     over all rows, in float32, before it is rounded: a shift's gradient
     u    = f(a)                      made again for the gradient of the weight behind it
 
 a, r, d, t, e, u: (..., C); sums: (C). f: see `KINDS`. A custom operation, which the compiler takes as it is: by itself
@@ -75,6 +75,5 @@ def _plain(r, a, kind, d, t, again) -> tuple[Tensor, Tensor, Tensor]:
     r, d, t = (None if z is None else z.to(accumulate_dtype(z.dtype)) for z in (r, d, t))
     exact = a.to(r.dtype)
     e = backward(r, exact) if d is None else backward(r, exact) + second(exact) * t * d
-    e = e.to(a.dtype).contiguous()
-    sums = e.to(r.dtype).sum(list(range(a.dim() - 1)))
-    return e, sums, value(a).contiguous() if again else a.new_empty(0)
+    sums = e.sum(list(range(a.dim() - 1)))
+    return e.to(a.dtype).contiguous(), sums, value(a).contiguous() if again else a.new_empty(0)

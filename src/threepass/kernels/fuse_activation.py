@@ -2,6 +2,8 @@
 
 In pass 2, and on exact mode's way back, where it takes the term with f'' along and makes u again for the gradient of
 the weight behind the activation: kept for that since pass 1, u would be a fifth of a transformer's memory.
+
+What GELUs are left, in half formats on a GPU, are written out with one exponential (`half_gelu.py`).
 """
 
 import functools
@@ -12,19 +14,24 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..passes import call, is_written
-from . import activation
+from ..passes import call, is_written, put
+from ..precision import HALF
+from . import activation, half_gelu
 from .match import column_sums, is_made_where_read, match, memory_is_written, source, value_of, widen
 
 _aten = torch.ops.aten
 _add, _mul, _mm, _copy = _aten.add.Tensor, _aten.mul.Tensor, _aten.mm.default, _aten._to_copy.default
 _FORWARD = {_aten.gelu_backward.default: _aten.gelu.default, _aten.silu_backward.default: _aten.silu.default}
+_IN_HALF = {_aten.gelu.default: half_gelu.gelu, _aten.gelu_backward.default: half_gelu.gelu_backward}
 
 
 def fuse_activations(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.target in _FORWARD:
             _fuse(graph, node)
+    for node in graph.nodes:
+        if node.target in _IN_HALF and not node.kwargs and value_of(node).is_cuda and value_of(node).dtype in HALF:
+            put(node, _IN_HALF[node.target], node.args)
 
 
 def _kind(node: Any) -> str:

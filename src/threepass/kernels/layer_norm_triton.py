@@ -18,8 +18,9 @@ from torch import Tensor
 from .rounding_triton import rounded_randomly
 from .sums_triton import add_up
 
-PROGRAMS = 132 * 6  # at most: so many, of 4 warps and 80 registers, an H200 holds at once
-BLOCK = 1024  # numbers, if they are whole rows: 8 a thread, so that 16 bytes of bfloat16 are read at once
+WARPS = 132 * 16  # at most, of all programs: what an H200 holds at once of 128 registers a thread
+BLOCK = 512  # numbers of a program of one warp, if they are whole rows
+ROW = 256  # numbers of a row for a warp: a row in several warps meets in shared memory, and its sums wait there
 
 
 @triton.jit
@@ -185,6 +186,6 @@ def _blocks(a: Tensor) -> tuple[int, int, dict[str, int]]:
     """The rows of a, how many of them a program takes, and a block's shape."""
     columns = a.shape[-1]
     rows, width = a.numel() // columns, triton.next_power_of_2(columns)
-    block = max(1, BLOCK // width)
-    part = triton.cdiv(triton.cdiv(rows, block), PROGRAMS) * block
-    return rows, part, {"C": columns, "BR": block, "BC": width, "num_warps": 4 if width <= 1024 else 8}
+    block, warps = max(1, BLOCK // width), min(8, max(1, width // ROW))
+    part = triton.cdiv(triton.cdiv(rows, block), max(1, WARPS // warps)) * block
+    return rows, part, {"C": columns, "BR": block, "BC": width, "num_warps": warps}

@@ -23,4 +23,4 @@ def add_up(work: Tensor | None, out: Tensor | None) -> None:
     """work, (parts, ...), summed over the parts, into out."""
     if work is not None and out is not None:
         parts, columns = work.shape
-        _sum_kernel[(triton.cdiv(columns, 16),)](work, out, parts, C=columns, BP=512, BC=16, num_warps=8)
+        _sum_kernel[(triton.cdiv(columns, 8),)](work, out, parts, C=columns, BP=512, BC=8, num_warps=8)
