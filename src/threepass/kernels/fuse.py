@@ -26,7 +26,7 @@ from .pointwise import rectified
 
 FEW, BARE, THIN = 64, 32, 4
 PIXELS, PIXELS_OF_WEIGHT = 2**16, 2**15  # of n * h' * w', at more than BARE channels
-LIMITLESS = 2**31  # on the way back to an image's channels
+LIMITLESS = 2**31  # from and to an image's channels
 
 _aten = torch.ops.aten
 _GATES = (marked, _aten.threshold_backward.default)
@@ -60,7 +60,7 @@ def _fits_forward(node: Any) -> bool:
         _is_3x3(*node.args[3:9])
         and conv.fits(node.args[3][0], a, weight=w.shape)
         and a.dtype == w.dtype
-        and _few(w, _value(node), PIXELS if _gate_behind(node) else 0)
+        and _few(w, _value(node), LIMITLESS if w.shape[1] <= THIN else PIXELS if _gate_behind(node) else 0)
     )
 
 
