@@ -109,11 +109,11 @@ def tune() -> None:
                     times = " ".join(f"{milliseconds(call):.4f}" for call in calls[:2])
                     print("layer norm", dtype, of_rows.BLOCK, of_rows.ROW, each, times, flush=True)
         for of_tiles.COLUMNS in (128, 256):
-            for of_tiles.NUMBERS in (1024, 2048):
+            for of_tiles.BYTES in (2048, 4096):
                 for each in (4, 6, 8):
                     of_tiles.PROGRAMS = 132 * each
                     times = " ".join(f"{milliseconds(call):.4f}" for call in calls[-2:])
-                    print("gelu", dtype, of_tiles.COLUMNS, of_tiles.NUMBERS, each, times, flush=True)
+                    print("gelu", dtype, of_tiles.COLUMNS, of_tiles.BYTES, each, times, flush=True)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 Whether a kernel is interpreted is settled when Triton is imported: such a test runs in a process of its own.
 """
 
+import functools
 import importlib.util
 import os
 import subprocess
@@ -26,6 +27,7 @@ def mend() -> None:
     torch.set_num_threads(1)
     _products_and_loops()
     _round_to_nearest()
+    refuse_other_memory()
 
 
 def _products_and_loops() -> None:
@@ -67,3 +69,39 @@ def _round_to_nearest() -> None:
         return torch.from_numpy(z.view(np.float32).copy()).bfloat16().view(torch.int16).numpy().view(np.uint16)
 
     interpreter._convert_float = nearest
+
+
+@functools.cache
+def refuse_other_memory() -> None:
+    """A kernel that reads or writes outside its arguments' memory fails, as on a GPU it does at its worst."""
+    import numpy as np
+    from triton.runtime import interpreter
+
+    known: list[tuple[int, int]] = []
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    prepare, load, store = executor._init_args_hst, builder.create_masked_load, builder.create_masked_store
+
+    def noted(self, args, kwargs):
+        given, named = prepare(self, args, kwargs)
+        storages = [z.untyped_storage() for z in (*given, *named.values()) if isinstance(z, torch.Tensor)]
+        known[:] = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+        return given, named
+
+    def check(pointers, mask):
+        at = pointers.data[np.broadcast_to(mask.data.astype(bool), pointers.data.shape)].astype(np.uint64)
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        inside = np.zeros(at.shape, bool)
+        for first, last in known:
+            inside |= (at >= first) & (at + size <= last)
+        assert inside.all(), "a kernel reaches outside its arguments' memory"
+
+    def checked_load(self, pointers, mask, *rest):
+        check(pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    def checked_store(self, pointers, value, mask, *rest):
+        check(pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    executor._init_args_hst = noted
+    builder.create_masked_load, builder.create_masked_store = checked_load, checked_store

@@ -13,12 +13,13 @@ from torch.nn import functional as F
 from threepass import models, packed
 from threepass.capture import capture, trace
 from threepass.engine import run
-from threepass.kernels import activation
+from threepass.kernels import activation, half_gelu
 from threepass.options import Options
 
 CASES = [(3, 5, 24), (7, 300), (70, 16)]  # rows that fill no block, columns that are no power of two
 OP = torch.ops.threepass.activation_error.default
 KIND = pytest.mark.parametrize("kind", activation.KINDS)
+F_backward = torch.ops.aten.gelu_backward.default
 
 
 def signals(shape, dtype=torch.float64) -> dict[str, Tensor]:
@@ -50,6 +51,24 @@ def test_operation_can_be_traced(dtype):
     r, a, d, t = signals(CASES[0], dtype).values()
     torch.library.opcheck(OP, (r, a, "gelu"))
     torch.library.opcheck(OP, (r, a, "silu", d, t, True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_gelu(dtype):
+    """As near as the format allows, in the tails too: the framework's own is no nearer."""
+    a = torch.linspace(-9, 9, 100_001).to(dtype)
+    r = torch.randn(a.shape).to(dtype)
+    for ours, theirs, f in (
+        (half_gelu.gelu(a), F.gelu(a), F.gelu),
+        (half_gelu.gelu_backward(r, a), F_backward(r, a), lambda a: F_backward(r.double(), a)),
+    ):
+        exact = f(a.double())
+        assert ours.dtype == dtype
+        assert (ours.double() - exact).norm() < 1.001 * (theirs.double() - exact).norm()
+        assert ((ours.double() - exact).abs() <= exact.abs() * torch.finfo(dtype).eps + 3e-7).all()
+    edges = torch.tensor([0.0, -0.0, 30.0, -30.0, float("inf"), float("nan")], dtype=dtype)
+    expected = torch.tensor([0.0, 0.0, 30.0, 0.0, float("inf"), float("nan")], dtype=dtype)
+    torch.testing.assert_close(half_gelu.gelu(edges), expected, equal_nan=True)
 
 
 @needs_triton
@@ -173,11 +192,15 @@ def test_a_captured_step_with_the_operation_is_the_engines(name, mode):
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 @pytest.mark.usefixtures("everywhere")
 def test_in_bfloat16_it_differs_by_rounding_alone(mode, monkeypatch):
-    monkeypatch.setattr(packed, "pays", lambda z: True)  # as on a GPU
+    for module in (packed, half_gelu):  # as on a GPU
+        monkeypatch.setattr(module, "pays", lambda z: True)
     step, inputs, _ = step_of("vit", torch.bfloat16, mode)
     program, without = trace(step, inputs), trace(step, inputs, kernels=False)
     assert len(calls(program)) == (4 if mode == "exact" else 2)
     assert not calls(without)
+    targets = [node.target for node in program.graph.graph.nodes]
+    assert not {torch.ops.aten.gelu.default, F_backward} & set(targets)
+    assert (targets.count(half_gelu.gelu), targets.count(half_gelu.gelu_backward)) == (4, 2)  # passes 1 and 3
     results = list(zip(program(*inputs), without(*inputs), strict=True))
     assert all(got.dtype == expected.dtype for got, expected in results)
     apart = sum((got - expected).square().sum() for got, expected in results)

@@ -14,7 +14,7 @@ from torch import Tensor
 from .sums_triton import add_up
 
 PROGRAMS = 132 * 8  # of 4 warps: what an H200 holds at once
-COLUMNS, NUMBERS = 128, 2048  # of a tile, at most
+COLUMNS, BYTES = 128, 4096  # of a tile, at most
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def error(
     """Into e and u, (..., C), and sums, (C)."""
     columns = a.shape[-1]
     rows, width = a.numel() // columns, min(COLUMNS, triton.next_power_of_2(columns))
-    block, tiles = NUMBERS // width, triton.cdiv(columns, width)
+    block, tiles = BYTES // a.element_size() // width, triton.cdiv(columns, width)
     part = triton.cdiv(triton.cdiv(rows, block), max(1, PROGRAMS // tiles)) * block
     parts = triton.cdiv(rows, part)
     work = torch.empty((parts, columns), dtype=torch.float32, device=a.device)

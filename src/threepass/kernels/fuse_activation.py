@@ -1,7 +1,7 @@
 """Puts the activations' kernel into a captured step's graph, where an error behind one is summed over rows.
 
 In pass 2, and on exact mode's way back, where it takes the term with f'' along and makes u again for the gradient of
-the weight behind the activation: kept for that since pass 1, u would be a fifth of a transformer's memory.
+the weight behind the activation: kept for that since pass 1, u would be an eighth of a ViT's memory.
 
 What GELUs are left, in half formats on a GPU, are written out with one exponential (`half_gelu.py`).
 """
@@ -15,7 +15,6 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..passes import call, is_written, put
-from ..precision import HALF
 from . import activation, half_gelu
 from .match import column_sums, is_made_where_read, match, memory_is_written, source, value_of, widen
 
@@ -30,7 +29,7 @@ def fuse_activations(graph: Graph) -> None:
         if node.target in _FORWARD:
             _fuse(graph, node)
     for node in graph.nodes:
-        if node.target in _IN_HALF and not node.kwargs and value_of(node).is_cuda and value_of(node).dtype in HALF:
+        if node.target in _IN_HALF and not node.kwargs and half_gelu.pays(value_of(node)):
             put(node, _IN_HALF[node.target], node.args)
 
 

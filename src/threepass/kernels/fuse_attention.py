@@ -33,8 +33,7 @@ def _bend_of(stack: Any) -> Any:
     """The call whose three results are stacked, and then copied into that order, and nothing else."""
     errors = [_seen(z) for z in stack.args[0]]
     bend: Any = errors[0].args[0] if errors[0].target is operator.getitem else None
-    known = getattr(getattr(bend, "target", None), "name", str)() == "threepass::attention_bend"
-    if not known or list(stack.args[1:]) not in ([], [0]):
+    if bend is None or not _is_bend(bend) or list(stack.args[1:]) not in ([], [0]):
         return None
     in_order = [(z.target, *z.args) for z in errors] == [(operator.getitem, bend, i) for i in range(3)]
     alone = len(bend.users) == 3 and all(len(z.users) == 1 for z in (*errors, *stack.args[0], stack))
@@ -43,6 +42,11 @@ def _bend_of(stack: Any) -> Any:
     (order,) = stack.users
     copies = list(order.users) if order.target is _aten.permute.default and order.args[1] == _ORDER else []
     return bend if len(copies) == 1 and _is_copy(copies[0]) else None
+
+
+def _is_bend(node: Any) -> bool:
+    """By its name: there is no such operation without Triton."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.name() == "threepass::attention_bend"
 
 
 def _seen(z: Any) -> Any:
