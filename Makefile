@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .PHONY: setup test test-all check demo bench docs clean
 
@@ -13,10 +14,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 test: check
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 test-all: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 check: setup
 	$(BIN)/ruff check

@@ -23,11 +23,12 @@ def interpreted(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@functools.cache
 def mend() -> None:
     torch.set_num_threads(1)
     _products_and_loops()
     _round_to_nearest()
-    refuse_other_memory()
+    _refuse_other_memory()
 
 
 def _products_and_loops() -> None:
@@ -71,8 +72,7 @@ def _round_to_nearest() -> None:
     interpreter._convert_float = nearest
 
 
-@functools.cache
-def refuse_other_memory() -> None:
+def _refuse_other_memory() -> None:
     """A kernel that reads or writes outside its arguments' memory fails, as on a GPU it does at its worst."""
     import numpy as np
     from triton.runtime import interpreter

@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 import torch
-from interpreter import refuse_other_memory
+from interpreter import mend
 from torch import nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -179,20 +179,10 @@ def test_the_kernels_in_tritons_interpreter():
 
 
 @pytest.fixture
-def kernels(monkeypatch):
+def kernels():
     module = pytest.importorskip("threepass.kernels.attention")
     if INTERPRETED:
-        refuse_other_memory()
-        # NumPy 2.4 makes no number of an array of one number, which Triton 3.6 takes a loop's bounds to be
-        from triton.runtime import interpreter
-
-        patch = interpreter._patch_lang_tensor
-
-        def patched(tensor, scope):
-            patch(tensor, scope)
-            scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-        monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+        mend()
     return module
 
 

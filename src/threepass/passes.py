@@ -387,9 +387,14 @@ def is_written(node: Node) -> bool:
             value = user.args[i] if i < len(user.args) else user.kwargs.get(argument.name)
             if value is node and argument.alias_info is not None and argument.alias_info.is_write:
                 return True
-        if getattr(user.target, "is_view", False) and is_written(user):
+        if is_view(user) and is_written(user):
             return True
     return False
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node is a view of its first argument, or one of several."""
+    return getattr(node.target, "is_view", False) or node.target is operator.getitem
 
 
 def marked(g: Tensor, u: Tensor) -> Tensor:

@@ -8,7 +8,8 @@
     weights  the product, and the sum of d        backward_weight
 
 Convolutions of more channels than `FEW`, of another kind, or of more than `BARE` channels and with nothing to fuse or
-many pixels, stay with the framework's kernels, which are faster or as fast there.
+many pixels, stay with the framework's kernels, which are faster or as fast there; but not those from or to the `THIN`
+channels of an image.
 """
 
 import operator
@@ -21,7 +22,7 @@ from torch.fx import Graph, Node
 
 from ..passes import call, gated, is_ours, marked, put
 from . import conv
-from .match import widen
+from .match import value_of, widen
 from .pointwise import rectified
 
 FEW, BARE, THIN = 64, 32, 4
@@ -45,27 +46,23 @@ def pays(a: Tensor, w: Tensor, z: Tensor, *how: Any) -> bool:
     return _is_3x3(*how) and conv.fits(how[0][0], a, weight=w.shape) and a.dtype == w.dtype and _few(w, z, PIXELS)
 
 
-def _value(node: Any) -> Tensor:
-    return node.meta["val"]
-
-
 def _is_3x3(stride, padding, dilation, transposed, _, groups) -> bool:
     same = list(padding) == [1, 1] and list(dilation) == [1, 1] and not transposed and groups == 1
     return same and len(stride) == 2 and stride[0] == stride[1] and stride[0] in (1, 2)
 
 
 def _fits_forward(node: Any) -> bool:
-    a, w = _value(node.args[0]), _value(node.args[1])
+    a, w = value_of(node.args[0]), value_of(node.args[1])
     return (
         _is_3x3(*node.args[3:9])
         and conv.fits(node.args[3][0], a, weight=w.shape)
         and a.dtype == w.dtype
-        and _few(w, _value(node), LIMITLESS if w.shape[1] <= THIN else PIXELS if _gate_behind(node) else 0)
+        and _few(w, value_of(node), LIMITLESS if w.shape[1] <= THIN else PIXELS if _gate_behind(node) else 0)
     )
 
 
 def _fits_backward(node: Any) -> bool:
-    d, a, w = (_value(z) for z in node.args[:3])
+    d, a, w = (value_of(z) for z in node.args[:3])
     mask = list(node.args[10])
     closed = mask[0] and any(_error_gate(result) for result in node.users)
     return (
@@ -131,12 +128,12 @@ def _fuse_backward(graph: Graph, node: Any) -> None:
     stride, (for_input, _, _) = node.args[4][0], node.args[10]
     (result,) = node.users
     if for_input:
-        size = list(_value(a).shape[2:])
+        size = list(value_of(a).shape[2:])
         behind = _error_gate(result)
         target, opened = (result, None) if behind is None else (behind, behind.args[1])
         put(target, torch.ops.threepass.conv3x3_input.default, (d, w, stride, size, opened))
         return
-    channels_last = _value(w).is_contiguous(memory_format=torch.channels_last)
+    channels_last = value_of(w).is_contiguous(memory_format=torch.channels_last)
     with graph.inserting_before(node):
         both = call(graph, torch.ops.threepass.conv3x3_weight.default, (d, a, stride, channels_last))
         product = call(graph, operator.getitem, (both, 0))
@@ -155,7 +152,7 @@ def warm_up(graph: Graph) -> None:
             calls[str(node.target), str(torch.fx.map_arg((node.args, node.kwargs), _shape))] = node
 
     def run(node: Any) -> None:
-        node.target(*torch.fx.map_arg(node.args, lambda n: _zeros(_value(n))))
+        node.target(*torch.fx.map_arg(node.args, lambda n: _zeros(value_of(n))))
 
     if calls:
         with ThreadPoolExecutor(min(8, len(calls))) as pool:
@@ -168,4 +165,4 @@ def _zeros(like: Tensor) -> Tensor:
 
 
 def _shape(node: Node) -> Any:
-    return tuple(_value(node).shape), _value(node).stride(), _value(node).dtype
+    return tuple(value_of(node).shape), value_of(node).stride(), value_of(node).dtype

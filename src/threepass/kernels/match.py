@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..passes import call, is_written
+from ..passes import call, is_view, is_written
 
 _aten = torch.ops.aten
 _copy = _aten._to_copy.default
@@ -60,6 +60,8 @@ def widen(graph: Graph, node: Any, wide: Any) -> None:
 def column_sums(z: Any) -> list[Any]:
     """The sums of z, (..., C), over all its rows, as (C)."""
     rows, columns = list(range(value_of(z).dim() - 1)), value_of(z).shape[-1]
+    if not rows:  # no dimensions are all, to a sum
+        return []
     found = [n for n in z.users if n.target is _aten.sum.dim_IntList and list(n.args[1:]) == [rows] and not n.kwargs]
     for view in [n for n in z.users if n.target is _aten.view.default and value_of(n).shape[-1:] == (columns,)]:
         found += column_sums(view)
@@ -75,7 +77,7 @@ def is_made_where_read(z: Any) -> bool:
 
 def memory_is_written(z: Any) -> bool:
     """Whether something writes to a signal, or to what it is a view of."""
-    while not is_written(z) and getattr(z.target, "is_view", False):
+    while not is_written(z) and is_view(z):
         z = z.args[0]
     return is_written(z)
 
