@@ -23,6 +23,16 @@ def interpreted(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def check_results(call, expected, dtype: torch.dtype, tolerance: float, case: object) -> None:
+    """Results of the expected shapes, the same bits again, and near the expected: in `dtype` by the tolerance."""
+    for result, other, reference in zip(call(), call(), expected, strict=True):
+        assert result.shape == reference.shape
+        assert torch.equal(result, other)
+        if result.numel():
+            error = (result.double() - reference).norm() / reference.norm()
+            assert error < (tolerance if result.dtype == dtype else 1e-6), (case, dtype, error)
+
+
 @functools.cache
 def mend() -> None:
     torch.set_num_threads(1)

@@ -3,9 +3,11 @@
 The kernel runs in Triton's interpreter, in a process of its own, where Triton is there.
 """
 
+from functools import partial
+
 import pytest
 import torch
-from interpreter import interpreted, needs_triton
+from interpreter import check_results, interpreted, needs_triton
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
@@ -95,14 +97,9 @@ def _check_case(shape, kind) -> None:
         assert not activation.fits(z["a"], z["r"].transpose(0, 1).contiguous().transpose(0, 1))
         exact = {name: value.double() for name, value in z.items()}
         for changed in ({}, {"again": True}, {"d": None, "t": None}):
-            got, again = (activation.error(**{**z, "kind": kind, **changed}) for _ in range(2))
+            call = partial(activation.error, **{**z, "kind": kind, **changed})
             expected = activation.error(**{**exact, "kind": kind, **changed})
-            for result, other, reference in zip(got, again, expected, strict=True):
-                assert result.shape == reference.shape
-                assert torch.equal(result, other)
-                if result.numel():
-                    error = (result.double() - reference).norm() / reference.norm()
-                    assert error < (tolerance if result.dtype == dtype else 1e-6), (shape, kind, dtype, changed, error)
+            check_results(call, expected, dtype, tolerance, (shape, kind, changed))
 
 
 @pytest.fixture

@@ -3,9 +3,11 @@
 The kernels run in Triton's interpreter, in a process of its own, where Triton is there.
 """
 
+from functools import partial
+
 import pytest
 import torch
-from interpreter import interpreted, needs_triton
+from interpreter import check_results, interpreted, needs_triton
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -174,15 +176,9 @@ def _check_case(shape) -> None:
         rounded = (z["t"] + z["t_2"]).double()  # the norm takes the sum that it hands on
         bare = {"mixes": False, "ratio": None}
         for changed in ({}, {"t_2": None, "b": None}, {"d": None, "w": None}, {"mixes": False, "keeps": False}, bare):
-            got, again = (call(z, dtype, **changed) for _ in range(2))
             summed = {} if "t_2" in changed else {"t": rounded, "t_2": torch.zeros_like(rounded)}
             expected = call(exact | summed, torch.float64, **changed)
-            for result, other, reference in zip(got, again, expected, strict=True):
-                assert result.shape == reference.shape
-                assert torch.equal(result, other)
-                if result.numel():
-                    error = (result.double() - reference).norm() / reference.norm()
-                    assert error < (tolerance if result.dtype == dtype else 1e-6), (shape, dtype, changed, error)
+            check_results(partial(call, z, dtype, **changed), expected, dtype, tolerance, (shape, changed))
     # under autocast: a float32 stream, a branch in bfloat16, and bfloat16 for the product behind
     z = signals(shape, torch.float32) | {"t_2": signals(shape, torch.bfloat16)["t_2"]}
     got, expected = call(z, torch.bfloat16), layer_norm._plain(*_positional(z, torch.bfloat16))
@@ -202,16 +198,10 @@ def _check_bend(shape) -> None:
             {"r_2": z["b"].expand(shape).contiguous()},
             {"r_2": z["b"].expand(shape).contiguous(), "sums": True},
         ):
-            got, again = (bend_of(z, dtype, **changed) for _ in range(2))
             expected = bend_of(exact, torch.float64, **changed)
             if "sums" in changed:  # what is summed is what is handed on
-                expected[1][2] = got[0].double().sum(list(range(len(shape) - 1)))
-            for result, other, reference in zip(got, again, expected, strict=True):
-                assert result.shape == reference.shape
-                assert torch.equal(result, other)
-                if result.numel():
-                    error = (result.double() - reference).norm() / reference.norm()
-                    assert error < (tolerance if result.dtype == dtype else 1e-6), (shape, dtype, changed, error)
+                expected[1][2] = bend_of(z, dtype, **changed)[0].double().sum(list(range(len(shape) - 1)))
+            check_results(partial(bend_of, z, dtype, **changed), expected, dtype, tolerance, (shape, changed))
     # under autocast: a float32 stream, errors in bfloat16
     z = signals(shape, torch.float32) | {name: signals(shape, torch.bfloat16)[name] for name in ("d", "t_2")}
     for result, reference in zip(

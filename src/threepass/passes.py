@@ -250,17 +250,17 @@ def keep_gated_sums(graph: Graph) -> None:
             put(node, torch.ops.threepass.gated_sum.default, (*total.args, z, numbers))
 
 
-_ACTIVATIONS = {_aten.gelu.default: _aten.gelu_backward.default, _aten.silu.default: _aten.silu_backward.default}
+ACTIVATIONS = {_aten.gelu.default: _aten.gelu_backward.default, _aten.silu.default: _aten.silu_backward.default}
 
 
 def activate_again(graph: Graph) -> None:
     """Behind pass 2, smooth activations from their inputs, which their tangents read anyhow."""
     place = {n: i for i, n in enumerate(graph.nodes)}
     for u in list(graph.nodes):
-        if u.target not in _ACTIVATIONS or is_written(u) or any(is_written(z) for z in u.all_input_nodes):
+        if u.target not in ACTIVATIONS or is_written(u) or any(is_written(z) for z in u.all_input_nodes):
             continue
         (z,) = u.all_input_nodes
-        error, *tangents = sorted(place[n] for n in z.users if n.target is _ACTIVATIONS[u.target]) or [len(place)]
+        error, *tangents = sorted(place[n] for n in z.users if n.target is ACTIVATIONS[u.target]) or [len(place)]
         for n in [n for n in u.users if tangents and place[n] > error]:
             if getattr(n.target, "is_view", False) and n.users:  # exact mode's second product reads a view of u
                 min(n.users, key=lambda user: place[user]).prepend(n)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from .case import Case
 from .tables import text
-from .worker import to_json, write
+from .worker import write
 
 PATIENCE = 1800  # seconds for a case
 THREE: dict[str, Any] = {"methods": ("plain", "paper", "exact"), "eager": False, "rounds": 9}
@@ -55,7 +56,7 @@ def run_all(cases: Mapping[str, Case], out: Path, together: bool = False) -> lis
         words = _in_a_process({name: cases[name] for name in group}, out)
         lost = next((name for name in group if not files[name].exists()), None)
         if lost is not None:
-            write(out, lost, {"case": json.loads(to_json(cases[lost])), "fails": words})
+            write(out, lost, {"case": asdict(cases[lost]), "fails": words})
         for name in [name for name in group if files[name].exists()]:
             print(text(json.loads(files[name].read_text(encoding="utf-8"))), flush=True)
             left.remove(name)
@@ -64,7 +65,7 @@ def run_all(cases: Mapping[str, Case], out: Path, together: bool = False) -> lis
 
 def _in_a_process(cases: Mapping[str, Case], out: Path) -> str:
     """Runs the worker, and returns its last words."""
-    described = json.dumps({name: json.loads(to_json(case)) for name, case in cases.items()})
+    described = json.dumps({name: asdict(case) for name, case in cases.items()})
     command = [sys.executable, "-m", "threepass.bench.worker", described, str(out)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE * len(cases))

@@ -20,20 +20,21 @@ def to_json(case: Case) -> str:
 
 
 def from_json(text: str) -> Case:
-    values = json.loads(text)
+    return _of(json.loads(text))
+
+
+def _of(values: dict[str, Any]) -> Case:
     return Case(**values | {"methods": tuple(values["methods"])})
 
 
-def write(out: Path, name: str, report: dict[str, Any]) -> Path:
-    file = out / f"{name}.json"
-    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return file
+def write(out: Path, name: str, report: dict[str, Any]) -> None:
+    (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
     described, out = sys.argv[1:]
     for name, values in json.loads(described).items():
-        write(Path(out), name, run(from_json(json.dumps(values))))
+        write(Path(out), name, run(_of(values)))
         torch.compiler.reset()
         gc.collect()
         if torch.cuda.is_available():

@@ -11,10 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import half_gelu
 from .sums_triton import add_up
 
 PROGRAMS = 132 * 8  # of 4 warps: what an H200 holds at once
 COLUMNS, BYTES = 128, 4096  # of a tile, at most
+
+P, DENSITY = tl.constexpr(half_gelu.P), tl.constexpr(half_gelu.DENSITY)
+Q5, Q4, Q3, Q2, Q1 = map(tl.constexpr, half_gelu.Q)
 
 
 @triton.jit
@@ -23,13 +27,12 @@ def _parts(a, KIND: tl.constexpr, HALF: tl.constexpr):
     if KIND == 0:
         bell = tl.exp2(a * a * -0.7213475204444817)
         if HALF:
-            s = 1.0 / (1.0 + 0.2316419 * tl.abs(a))
-            tail = ((((0.5307027145 * s - 0.7265760135) * s + 0.7107068705) * s - 0.1422483680) * s + 0.1274147960) * s
-            tail *= bell
+            s = 1.0 / (1.0 + P * tl.abs(a))
+            tail = ((((Q5 * s + Q4) * s + Q3) * s + Q2) * s + Q1) * s * bell
             below = tl.where(a < 0, tail, 1.0 - tail)
         else:
             below = 0.5 + 0.5 * tl.erf(a * 0.7071067811865476)
-        density = bell * 0.3989422804014327
+        density = bell * DENSITY
         return a * below, below + a * density, density * (2.0 - a * a)
     elif KIND == 1:
         twice = 2.0 * 0.7978845608028654 * (a + 0.044715 * a * a * a)

@@ -52,6 +52,7 @@ def _kernels():
     return conv_triton
 
 
+@custom_op("threepass::conv3x3", mutates_args=())
 def forward(
     a: Tensor,
     w: Tensor,
@@ -65,37 +66,6 @@ def forward(
 
     With a `gate` like z, 0 where that is minus zero; with `open` like z, 0 where that is not positive.
     """
-    return torch.ops.threepass.conv3x3(a, w, bias, stride, relu, gate, open)
-
-
-def backward_input(d: Tensor, w: Tensor, stride: int, size: Sequence[int], open: Tensor | None) -> Tensor:
-    """g = W^T * d, of height and width `size`; with `open` like g, minus zero where that is not positive."""
-    return torch.ops.threepass.conv3x3_input(d, w, stride, size, open)
-
-
-def backward_weight(d: Tensor, m: Tensor, stride: int, channels_last: bool = False) -> tuple[Tensor, Tensor]:
-    """(sum d (x) m as (o, i, 3, 3), sum d as (o)) in float32, the same bits every time."""
-    return torch.ops.threepass.conv3x3_weight(d, m, stride, channels_last)
-
-
-def forward_tangent(t: Tensor, w: Tensor, stride: int, a: Tensor, ratio: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """z = W * t where a > 0, else 0, and a + ratio z, in bfloat16 rounded at random with the right mean.
-
-    a is the ReLU's output, like z; ratio a float32 scalar. The random bits are a hash of value, place and seed.
-    """
-    return torch.ops.threepass.conv3x3_tangent(t, w, stride, a, ratio, seed)
-
-
-@custom_op("threepass::conv3x3", mutates_args=())
-def _forward(
-    a: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    stride: int,
-    relu: bool,
-    gate: Tensor | None = None,
-    open: Tensor | None = None,
-) -> Tensor:
     if fits(stride, a, weight=w.shape) and a.dtype == w.dtype:
         return _kernels().forward(a, w, bias, stride, relu, gate, open)
     z = _convolution(a, w, None if bias is None else bias.to(a.dtype), stride)
@@ -104,13 +74,14 @@ def _forward(
     return _nhwc(z if open is None else torch.where(open > 0, z, 0.0))
 
 
-@_forward.register_fake
+@forward.register_fake
 def _(a, w, bias, stride, relu, gate=None, open=None):
     return _like(a, w.shape[0], *((size - 1) // stride + 1 for size in a.shape[2:]))
 
 
 @custom_op("threepass::conv3x3_input", mutates_args=())
-def _backward_input(d: Tensor, w: Tensor, stride: int, size: Sequence[int], open: Tensor | None) -> Tensor:
+def backward_input(d: Tensor, w: Tensor, stride: int, size: Sequence[int], open: Tensor | None) -> Tensor:
+    """g = W^T * d, of height and width `size`; with `open` like g, minus zero where that is not positive."""
     height, width = size
     if fits(stride, d, weight=w.shape) and d.dtype == w.dtype:
         return _kernels().backward_input(d, w, stride, (height, width), open)
@@ -119,13 +90,14 @@ def _backward_input(d: Tensor, w: Tensor, stride: int, size: Sequence[int], open
     return _nhwc(g if open is None else torch.where(open > 0, torch.where(g == 0, 0.0, g), -0.0))
 
 
-@_backward_input.register_fake
+@backward_input.register_fake
 def _(d, w, stride, size, open):
     return _like(d, w.shape[1], *size)
 
 
 @custom_op("threepass::conv3x3_weight", mutates_args=())
-def _backward_weight(d: Tensor, m: Tensor, stride: int, channels_last: bool) -> tuple[Tensor, Tensor]:
+def backward_weight(d: Tensor, m: Tensor, stride: int, channels_last: bool) -> tuple[Tensor, Tensor]:
+    """(sum d (x) m as (o, i, 3, 3), sum d as (o)) in float32, the same bits every time."""
     shape = (d.shape[1], m.shape[1], 3, 3)
     if fits(stride, d, m, weight=shape):
         return _kernels().backward_weight(d, m, stride, channels_last)
@@ -136,7 +108,7 @@ def _backward_weight(d: Tensor, m: Tensor, stride: int, channels_last: bool) -> 
     return g_w.contiguous(memory_format=layout), d.sum((0, 2, 3))
 
 
-@_backward_weight.register_fake
+@backward_weight.register_fake
 def _(d, m, stride, channels_last):
     layout = torch.channels_last if channels_last else torch.contiguous_format
     dtype, o, i = accumulate_dtype(d.dtype), d.shape[1], m.shape[1]
@@ -144,7 +116,11 @@ def _(d, m, stride, channels_last):
 
 
 @custom_op("threepass::conv3x3_tangent", mutates_args=())
-def _forward_tangent(t: Tensor, w: Tensor, stride: int, a: Tensor, ratio: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+def forward_tangent(t: Tensor, w: Tensor, stride: int, a: Tensor, ratio: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """z = W * t where a > 0, else 0, and a + ratio z, in bfloat16 rounded at random with the right mean.
+
+    a is the ReLU's output, like z; ratio a float32 scalar. The random bits are a hash of value, place and seed.
+    """
     if fits(stride, t, a, weight=w.shape) and t.dtype == w.dtype and ratio.dtype == torch.float32:
         return _kernels().forward_tangent(t, w, stride, a, ratio, seed)
     z = torch.where(a > 0, _convolution(t, w, None, stride), 0.0)
@@ -153,7 +129,7 @@ def _forward_tangent(t: Tensor, w: Tensor, stride: int, a: Tensor, ratio: Tensor
     return _nhwc(z), _nhwc(mix if a.dtype not in HALF else _rounded_randomly(mix, seed, a.dtype))
 
 
-@_forward_tangent.register_fake
+@forward_tangent.register_fake
 def _(t, w, stride, a, ratio, seed):
     out = _like(t, w.shape[0], *a.shape[2:])
     return out, torch.empty_like(out, dtype=a.dtype)

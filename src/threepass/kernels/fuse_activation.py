@@ -14,13 +14,13 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..passes import call, is_written, put
+from ..passes import ACTIVATIONS, call, is_written, put
 from . import activation, half_gelu
 from .match import column_sums, is_made_where_read, match, memory_is_written, source, value_of, widen
 
 _aten = torch.ops.aten
 _add, _mul, _mm, _copy = _aten.add.Tensor, _aten.mul.Tensor, _aten.mm.default, _aten._to_copy.default
-_FORWARD = {_aten.gelu_backward.default: _aten.gelu.default, _aten.silu_backward.default: _aten.silu.default}
+_FORWARD = {backward: forward for forward, backward in ACTIVATIONS.items()}
 _IN_HALF = {_aten.gelu.default: half_gelu.gelu, _aten.gelu_backward.default: half_gelu.gelu_backward}
 
 
