@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from . import passes
 from .errors import CaptureError
+from .functional import functional
 from .heap import keep_freed_memory
 from .precision import HALF
 
@@ -76,8 +77,8 @@ def trace(fn: Fn, inputs: Sequence[Tensor], kernels: bool = True) -> Program:
     for node in list(graph.graph.nodes):
         if node.target in _VIEWS:
             node.replace_all_uses_with(node.args[0])
-    graph.graph.eliminate_dead_code()
     state = _lift(graph)
+    graph = functional(graph, [*state, *inputs])
     passes.apply(graph, kernels)
     graph.graph.lint()
     graph.recompile()

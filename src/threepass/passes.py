@@ -123,11 +123,11 @@ def take_sums_early(graph: Graph) -> None:
 
 
 def take_products_early(graph: Graph) -> None:
-    """Puts the weight gradients of convolutions behind the last of their operands, unless something writes to those."""
+    """Moves the weight gradients of convolutions to directly after the last of their operands."""
     for node in list(graph.nodes):
         if node.target is _aten.convolution_backward.default and list(node.args[10]) == [False, True, False]:
             last = max(node.all_input_nodes)
-            if last.op == "call_function" and not any(map(is_written, node.all_input_nodes)):
+            if last.op == "call_function":
                 last.append(node)
                 for result in node.users:
                     node.append(result)
@@ -167,7 +167,7 @@ def share_mixes(graph: Graph) -> None:
     """A mix that several weights take (those of a residual block's two branches) is one tensor."""
     first: dict[Any, Node] = {}
     for node in list(graph.nodes):
-        if node.target is torch.ops.threepass.mix.default and not any(map(is_written, node.all_input_nodes)):
+        if node.target is torch.ops.threepass.mix.default:
             twin = first.setdefault(node.args, node)
             if twin is not node:
                 node.replace_all_uses_with(twin)
@@ -202,8 +202,8 @@ def thin_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return (z if bias is None else z + bias.to(exact)).to(dtype)
 
 
-_RECTIFIERS = (_aten.relu.default, _aten.relu_.default)
-_BATCH_NORMS = {_aten.cudnn_batch_norm.default, _aten.native_batch_norm.default, _aten._native_batch_norm_legit.default}
+# Batch norms in training mode, as `functional` leaves them.
+_BATCH_NORMS = {_aten._native_batch_norm_legit_functional.default, _aten._native_batch_norm_legit.no_stats}
 
 
 def rectify_again(graph: Graph) -> None:
@@ -257,7 +257,7 @@ def activate_again(graph: Graph) -> None:
     """Behind pass 2, smooth activations from their inputs, which their tangents read anyhow."""
     place = {n: i for i, n in enumerate(graph.nodes)}
     for u in list(graph.nodes):
-        if u.target not in ACTIVATIONS or is_written(u) or any(is_written(z) for z in u.all_input_nodes):
+        if u.target not in ACTIVATIONS:
             continue
         (z,) = u.all_input_nodes
         error, *tangents = sorted(place[n] for n in z.users if n.target is ACTIVATIONS[u.target]) or [len(place)]
@@ -269,13 +269,11 @@ def activate_again(graph: Graph) -> None:
 
 def _norm_before(u: Node) -> Any:
     """Batch norm in training mode, where u is its rectified output."""
-    if u.target not in _RECTIFIERS:
+    if u.target is not _aten.relu.default:
         return None
     y: Any = u.args[0]
     is_norm = y.target is operator.getitem and y.args[1] == 0 and y.args[0].target in _BATCH_NORMS
-    if not is_norm or not y.args[0].args[5] or len(y.users) > 1 or is_written(u) or is_written(y.args[0].args[0]):
-        return None
-    return y.args[0]
+    return y.args[0] if is_norm and len(y.users) == 1 else None
 
 
 def _needs_values(n: Any, u: Node) -> bool:
@@ -292,11 +290,12 @@ def mark_gates(graph: Graph) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     gates: dict[Node, list[Node]] = {}
     for node in graph.nodes:
-        if node.target is _aten.threshold_backward.default and node.args[2] == 0 and node.args[1].target in _RECTIFIERS:
+        is_gate = node.target is _aten.threshold_backward.default and node.args[2] == 0
+        if is_gate and node.args[1].target is _aten.relu.default:
             gates.setdefault(node.args[1], []).append(node)
     for u, (first, *later) in gates.items():
         others = [order[user] for user in u.users if user not in gates[u]]
-        if later and max(others, default=0) < order[later[0]] and not is_written(first):
+        if later and max(others, default=0) < order[later[0]]:
             put(first, marked, (first.args[0], u))
             for gate in later:
                 put(gate, gated, (gate.args[0], first))
@@ -353,9 +352,8 @@ def forget(graph: Graph) -> list[Node]:
 
 def _is_rectified_product(u: Any) -> bool:
     """Whether u is the rectified output of a convolution that nothing else reads."""
-    z: Any = u.args[0] if u.target in _RECTIFIERS else None
-    is_product = isinstance(z, Node) and z.target is _aten.convolution.default and len(z.users) == 1
-    return is_product and not is_written(u) and not any(is_written(n) for n in (z, *z.all_input_nodes))
+    z: Any = u.args[0] if u.target is _aten.relu.default else None
+    return isinstance(z, Node) and z.target is _aten.convolution.default and len(z.users) == 1
 
 
 def keep_sums_of_errors(graph: Graph) -> None:
@@ -377,24 +375,6 @@ def _is_added(node: Node) -> bool:
         if node.target is _aten.add.Tensor:
             return True
     return False
-
-
-def is_written(node: Node) -> bool:
-    """Whether something writes to a node's result, as a hook may."""
-    for user in node.users:
-        schema = getattr(user.target, "_schema", None)
-        for i, argument in enumerate(schema.arguments if schema is not None else ()):
-            value = user.args[i] if i < len(user.args) else user.kwargs.get(argument.name)
-            if value is node and argument.alias_info is not None and argument.alias_info.is_write:
-                return True
-        if is_view(user) and is_written(user):
-            return True
-    return False
-
-
-def is_view(node: Node) -> bool:
-    """Whether a node is a view of its first argument, or one of several."""
-    return getattr(node.target, "is_view", False) or node.target is operator.getitem
 
 
 def marked(g: Tensor, u: Tensor) -> Tensor:

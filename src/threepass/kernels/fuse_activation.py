@@ -14,9 +14,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..passes import ACTIVATIONS, call, is_written, put
+from ..passes import ACTIVATIONS, call, put
 from . import activation, half_gelu
-from .match import column_sums, is_made_where_read, match, memory_is_written, source, value_of, widen
+from .match import column_sums, is_made_where_read, match, source, value_of, widen
 
 _aten = torch.ops.aten
 _add, _mul, _mm, _copy = _aten.add.Tensor, _aten.mul.Tensor, _aten.mm.default, _aten._to_copy.default
@@ -45,10 +45,9 @@ def _fuse(graph: Graph, node: Any) -> None:
     d, t, errors = _bend_behind(node, a) or (None, None, [node])
     signals = [z for z in (a, r, d, t) if z is not None]
     sums = [n for e in errors for n in column_sums(e)]
-    written = any(map(memory_is_written, signals)) or any(map(is_written, errors))
     fits = activation.fits(*map(value_of, signals)) and value_of(errors[0]).dtype == value_of(a).dtype
     early = all(z < node for z in signals)
-    if not sums or not early or written or not fits or any(map(is_made_where_read, signals[1:])):
+    if not sums or not early or not fits or any(map(is_made_where_read, signals[1:])):
         return
     again = [] if d is None else _made_again(node, a)
     with graph.inserting_before(node):

@@ -5,8 +5,7 @@
     exact, way back   the same sums of R{d}
 
 An error behind a residual block is made in the same kernel. One behind a rectifier is a gate of something in memory:
-there the kernel has the gate, and the compiler makes the error once more where it needs it. Pass 2's sums are taken
-where the framework has batch norm's own backward; cuDNN's, which it takes in float32, stays with the compiler.
+there the kernel has the gate, and the compiler makes the error once more where it needs it.
 """
 
 import operator
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..passes import call, is_elementwise, is_written, put
+from ..passes import call, is_elementwise, put
 from ..precision import accumulate_dtype
 from ..rules.norm import TINY
 from . import moments
@@ -59,7 +58,7 @@ def fuse_batch_norms(graph: Graph) -> None:
 
 def _fuse_backward(graph: Graph, node: Any) -> None:
     z, a, weight, _, _, mean, rstd, training, _, _ = node.args
-    if weight is None or not training or is_written(z) or is_written(a):
+    if weight is None or not training:
         return
     sums = _take_moments(graph, node, z, a, mean, rstd)
     if sums is None:
@@ -148,8 +147,8 @@ def _fuse_sums(graph: Graph, sums: _Found) -> None:
     z, a = sums.z, source(names["a"])
     totals = [n for n in sums.totals if mean < n and rstd < n]
     first = min((*totals, *sums.along))
-    d = next((d for d in sums.products if d < first and _fits(z, d, mean) and not is_written(d)), None)
-    if not z < first or is_written(z) or is_written(a):
+    d = next((d for d in sums.products if d < first and _fits(z, d, mean)), None)
+    if not z < first:
         return
     products = [] if d is None else [n for n in sums.products[d] if first < n]
     weight, quotients = _over_scale(products, first)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..passes import call, is_written
+from ..passes import call
 from . import layer_norm
-from .match import column_sums, is_made_where_read, match, memory_is_written, source, value_of, widen
+from .match import column_sums, is_made_where_read, match, source, value_of, widen
 
 _aten = torch.ops.aten
 _add, _mul, _sub, _neg = _aten.add.Tensor, _aten.mul.Tensor, _aten.sub.Tensor, _aten.neg.default
@@ -105,7 +105,7 @@ def fuse_layer_norms(graph: Graph) -> None:
         if node.target is _mul and (norm := _norm_at(node, fixed)) is not None:
             moved = _fuse(graph, norm, node) or moved
     for node in graph.nodes if moved else ():
-        if node.target is _view and not is_written(node):  # it was possible in the strides that were
+        if node.target is _view:  # it was possible in the strides that were
             node.target = _aten.reshape.default
 
 
@@ -133,7 +133,7 @@ def _norm_at(t_hat: Any, fixed: bool) -> _Norm | None:
         norm.inner |= norm.bend.inner
         outside |= {*norm.bend.bent, *norm.bend.g_w}
     served = all(user in norm.inner or user in outside for n in norm.inner for user in n.users)
-    if not served or not all(z < t_hat for z in operands) or any(map(memory_is_written, signals)):
+    if not served or not all(z < t_hat for z in operands):
         return None
     fits = layer_norm.fits(*map(norm.placed, signals)) and all(norm.placed(z).is_contiguous() for z in norm.t_u)
     return norm if fits and (norm.ratio is None or value_of(norm.ratio).dtype == torch.float32) else None
@@ -160,7 +160,7 @@ def _bend_at(known: dict[str, Any], norm: _Norm) -> _Bend | None:
         return None
     early = all(z < bend.place for z in (*signals, *(() if weight is None else (weight,))))
     fits = layer_norm.fits(*map(norm.placed, signals)) and norm.placed(node).is_contiguous()
-    if not early or not fits or any(map(memory_is_written, signals)):
+    if not early or not fits:
         return None
     _find_sum(norm, bend)
     return bend
@@ -174,7 +174,7 @@ def _find_sum(norm: _Norm, bend: _Bend) -> None:
         return
     (other,) = (z for z in total.args if z is not bent)
     fits = layer_norm.fits(*map(norm.placed, (norm.a, other))) and norm.placed(total).is_contiguous()
-    if fits and other < bend.place and not memory_is_written(other) and not is_made_where_read(other):
+    if fits and other < bend.place and not is_made_where_read(other):
         bend.inner.add(bent)
         bend.bent, bend.other = [total], other
 
@@ -316,7 +316,7 @@ def _parts(norm: _Norm, t_hat: Any) -> tuple[list[Any], list[Any]]:
     if t.target is not _aten.add.Tensor or t.kwargs or not all(isinstance(z, Node) for z in t.args):
         return [t, None], []
     others = [n for n in t.users if n not in norm.inner and not (n.target is _copy and set(n.users) <= norm.inner)]
-    fits = layer_norm.fits(*map(norm.placed, (norm.a, *t.args))) and not any(map(memory_is_written, t.args))
+    fits = layer_norm.fits(*map(norm.placed, (norm.a, *t.args)))
     if fits and all(t_hat < n for n in others) and not any(map(is_made_where_read, t.args)):
         return list(t.args), others
     return [t, None], []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..passes import call, is_view, is_written
+from ..passes import call
 
 _aten = torch.ops.aten
 _copy = _aten._to_copy.default
@@ -73,13 +73,6 @@ def is_made_where_read(z: Any) -> bool:
     while len(z.users) == 1 and (getattr(z.target, "is_view", False) or z.target is _aten._unsafe_view.default):
         z = z.args[0]
     return len(z.users) == 1 and torch.Tag.pointwise in getattr(z.target, "tags", ())
-
-
-def memory_is_written(z: Any) -> bool:
-    """Whether something writes to a signal, or to what it is a view of."""
-    while not is_written(z) and is_view(z):
-        z = z.args[0]
-    return is_written(z)
 
 
 def value_of(node: Any) -> Tensor:
