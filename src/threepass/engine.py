@@ -21,7 +21,7 @@ from .errors import LeftOutWarning, UnsupportedError
 from .gradients import Gradients
 from .operation import Operation
 from .options import Options, check_loss, check_model, check_x
-from .precision import accumulate_dtype, error_gain, start
+from .precision import accumulate_dtype, error_gain, seed_op, start
 from .seeing import functions_seen
 from .surroundings import (
     inputs_inside,
@@ -96,19 +96,23 @@ def run(
     third: bool = True,
     warn: bool = True,
     weights: tuple[Tensor, Tensor] | None = None,
+    seed: Tensor | None = None,
 ) -> Result:
     """`three_pass` with its options in one object; third=False leaves pass 3 out, warn=False is for measurements.
 
     weights: in a compiled step, the terms' weights (back, third) as tensors, so that they can move from call to call;
-    the gradients then are in the parameters' own formats.
+    the gradients then are in the parameters' own formats. seed: an int32 scalar on the model's device, with weights:
+    what the step's random numbers (rounding; in a captured step, dropout too) are made from.
     """
+    if weights is not None:
+        seed = torch.zeros((), dtype=torch.int32, device=weights[0].device) if seed is None else seed_op(seed)
     try:
-        return _passes(model, loss_fn, x, y, options, third, warn, weights, paths=False)
+        return _passes(model, loss_fn, x, y, options, third, warn, weights, seed, paths=False)
     except UnsupportedError:  # fails again, and says in which modules
-        return _passes(model, loss_fn, x, y, options, third, warn, weights, paths=True)
+        return _passes(model, loss_fn, x, y, options, third, warn, weights, seed, paths=True)
 
 
-def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, weights, paths: bool) -> Result:
+def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, weights, seed, paths: bool) -> Result:
     check_model(model)
     x = dict(x) if isinstance(x, Mapping) else x
     samples = check_x(x, options)
@@ -142,8 +146,8 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, wei
         gain = unit = error_gain(tape.half, batch)
         if relative and not half:
             gain, back = gain * back, 1.0
-        seed = gain * (samples / batch)
-        dx, d = backward(tape, program, loss, seed, everything=options.exact)
+        share = gain * (samples / batch)
+        dx, d = backward(tape, program, loss, share, everything=options.exact)
         if options.exact and any(op.bent for op, _, _ in program):
             tape.problem("register_hook", "a tensor's hook changes its error", 'use mode="paper", or remove the hook')
 
@@ -160,11 +164,12 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, wei
             compiled=weights is not None,
             joined=joined,
             unscale=(1 / unit, unscale),
+            seed=seed,
         )
         with torch.no_grad():
             visits = forward_again(tape, program, dx, t_0 if third else None, d, gradients, options.exact, mixed)
             if options.exact and third:
-                begin = (end, torch.ones_like(loss) * (seed * back)) if joined else None
+                begin = (end, torch.ones_like(loss) * (share * back)) if joined else None
                 exact_mode.pull(tape, visits, gradients, begin)
         if tape.problems:
             raise UnsupportedError(tape.problems)
@@ -221,7 +226,7 @@ def forward(model, loss_fn, x, y, options: Options, tape: Record, paths: bool) -
 
 
 def backward(
-    tape: Record, program: Program, loss: Tensor, seed: float | Tensor, everything: bool
+    tape: Record, program: Program, loss: Tensor, factor: float | Tensor, everything: bool
 ) -> tuple[list[Tensor], Errors]:
     """Pass 2: dl/dx, and the error d of every operation that has weights (for exact mode, also of every curved one).
 
@@ -231,7 +236,7 @@ def backward(
     leaves = [leaf for _, leaf, _ in tape.inputs]
     wanted: list[Any] = [*leaves, *(z for op in ops for z in (*op.edges, *(leaf for _, leaf in op.leaves)))]
     with tape.rerunning():
-        errors = list(torch.autograd.grad(loss, wanted, torch.ones_like(loss) * seed, allow_unused=True))
+        errors = list(torch.autograd.grad(loss, wanted, torch.ones_like(loss) * factor, allow_unused=True))
     dx = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, errors, strict=False)]
     rest = iter(errors[len(leaves) :])
     d = {op: [op.error_at_output(next(rest)) for _ in op.edges] + [next(rest) for _ in op.leaves] for op in ops}

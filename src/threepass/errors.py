@@ -37,6 +37,10 @@ class LeftOutWarning(UserWarning):
     """A tensor that needs a gradient takes part, and is no parameter of the model: it gets none."""
 
 
+class UncheckedWarning(UserWarning):
+    """A compiled step is used that could not be compared with a reference."""
+
+
 class UncompiledWarning(UserWarning):
     """`compile=True` could not capture a step: it runs eagerly."""
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .operation import Operation
 from .packed import together
-from .precision import accumulate_dtype, kept_op, mix_op, round_stochastically
+from .precision import accumulate_dtype, kept_op, mix_op, round_op
 from .rules.table import Map
 
 Scale = float | Tensor
@@ -36,6 +36,7 @@ class Gradients:
     compiled: bool = False  # in a step that is compiled: in the parameters' own formats, rounded at random
     joined: bool = False
     unscale: tuple[Scale, Scale] = (1.0, 1.0)
+    seed: Tensor | None = None  # of random rounding, in a step that is compiled
     mixed: Terms = field(default_factory=dict)
     passes: tuple[Terms, Terms] = field(default_factory=lambda: ({}, {}))
 
@@ -108,7 +109,7 @@ class Gradients:
 
     def _mix(self, a: Tensor | None, t: Tensor) -> Tensor:
         assert a is not None  # a tangent of the signal comes with the signal
-        return mix_op(a, t, self._kept_ratio) if self.relative else self.mix(a, t)
+        return mix_op(a, t, self._kept_ratio, self.seed) if self.relative else self.mix(a, t)
 
     def _scales(self) -> tuple[Scale, Scale, Scale]:
         """What `mixed` and the passes' own terms are multiplied by."""
@@ -149,21 +150,21 @@ class Gradients:
                 groups.setdefault((kinds, p.dtype if own_format else accumulate_dtype(p.dtype)), []).append(name)
         sums: Named = {}
         for (kinds, dtype), names in groups.items():
-            total = partial(_total, [scales[i] for i in kinds], dtype)
+            total = partial(_total, [scales[i] for i in kinds], dtype, self.seed)
             columns = [[terms[i][name] for name in names] for i in kinds]
             alone = not self.compiled or (len(kinds) == 1 and _is_one(scales[kinds[0]]))
             sums |= zip(names, (map if alone else together)(total, *columns), strict=True)
         return {name: sums[name] for name in parameters if name in sums}
 
 
-def _total(scales: Sequence[Scale], dtype: torch.dtype, *terms: Tensor) -> Tensor:
+def _total(scales: Sequence[Scale], dtype: torch.dtype, seed: Tensor | None, *terms: Tensor) -> Tensor:
     total: Tensor | None = None
     for scale, g in zip(scales, terms, strict=True):
         if not _is_one(scale):
             g = g.to(accumulate_dtype(g.dtype)) * scale
         total = g.to(accumulate_dtype(dtype)) if total is None else total + g
     assert total is not None
-    return total if total.dtype == dtype else round_stochastically(total, dtype)
+    return total if total.dtype == dtype else round_op(total, dtype, seed)
 
 
 def _is_one(scale: Scale) -> bool:

@@ -43,7 +43,7 @@ from torch.fx.node import map_aggregate, map_arg
 from torch.utils._pytree import tree_map
 
 from .kernels.pointwise import can_gate, rectified
-from .precision import HALF, accumulate_dtype, mix_of
+from .precision import HALF, accumulate_dtype, mix_of, round_of
 
 _aten = torch.ops.aten
 
@@ -145,7 +145,13 @@ def is_ours(node: Node) -> bool:
 
 
 def is_random(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Whether a node draws random numbers; attention does so only with a dropout of more than zero."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    arguments = node.target._schema.arguments
+    given = dict(zip((argument.name for argument in arguments), node.args, strict=False)) | node.kwargs
+    drops = [given.get(argument.name, argument.default_value) for argument in arguments if "dropout" in argument.name]
+    return not drops or any(drops)
 
 
 def _hashable(key: Any) -> Any:
@@ -168,7 +174,7 @@ def share_mixes(graph: Graph) -> None:
     first: dict[Any, Node] = {}
     for node in list(graph.nodes):
         if node.target is torch.ops.threepass.mix.default:
-            twin = first.setdefault(node.args, node)
+            twin = first.setdefault(node.args[:3], node)  # whatever their seeds
             if twin is not node:
                 node.replace_all_uses_with(twin)
                 graph.erase_node(node)
@@ -393,11 +399,13 @@ def gated(s: Tensor, mark: Tensor) -> Tensor:
     return torch.where(mark.view(bits) == torch.iinfo(bits).min, 0.0, s)
 
 
+_OPENED = {torch.ops.threepass.mix.default: mix_of, torch.ops.threepass.round.default: round_of}
+
+
 def open_mixes(graph: Graph) -> None:
-    """The compiler is to see what a mix is made of."""
+    """Shows the compiler what a mix and a random rounding are made of."""
     for node in graph.nodes:
-        if node.target is torch.ops.threepass.mix.default:
-            node.target = mix_of
+        node.target = _OPENED.get(node.target, node.target)
 
 
 def call(graph: Graph, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> Node:

@@ -9,14 +9,16 @@ in fp16 t underflows. So wherever an operation ran in a half format
   not cheap, in one product with the mix a + k t rounded up or down at random: a is on the grid already, so that only
   what t adds is rounded;
 * a half parameter's gradient is given in float32, and when `ThreePass` adds it to `p.grad` (in a compiled step, before
-  it is given) it is rounded up or down at random, with the right mean. The random bits are a hash of the value and its
-  position: no generator moves, and the same numbers give the same result.
+  it is given) it is rounded up or down at random, with the right mean. The random bits are a hash of the value, its
+  position and a seed that is another one at every step: rounding errors do not add up over steps, no generator moves,
+  and the same step gives the same result.
 """
 
 import math
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from .packed import is_nhwc
 
@@ -33,30 +35,30 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def round_stochastically(z: Tensor, dtype: torch.dtype) -> Tensor:
-    """z in a half format: to the neighbour above or below, each as likely as it is near."""
+def round_stochastically(z: Tensor, dtype: torch.dtype, seed: Tensor | int = 0) -> Tensor:
+    """z in a half format: to the neighbour above or below, each as likely as it is near; seed: 32 bits."""
     z = z.float()
     if dtype == torch.bfloat16:  # float32 without its last 16 bits: a random number below 2^16 carries into the rest
         bits = z.view(torch.int32)
-        up = ((bits + ((_hash(z) >> 16) & 0xFFFF)) & -0x10000).view(torch.float32)
+        up = ((bits + ((_hash(z, seed) >> 16) & 0xFFFF)) & -0x10000).view(torch.float32)
         return torch.where(bits & 0x7F800000 == 0x7F800000, z, up).to(dtype)  # infinite, or not a number
     info = torch.finfo(dtype)
     step = torch.ldexp(torch.full_like(z, info.eps), torch.frexp(z).exponent - 1).clamp_min(
         info.smallest_normal * info.eps
     )
     below = torch.floor(z / step)
-    rounded = (below + (_noise(z) < z / step - below)) * step
+    rounded = (below + (_noise(z, seed) < z / step - below)) * step
     return torch.where(torch.isfinite(z), rounded, z).to(dtype)
 
 
-def _noise(z: Tensor) -> Tensor:
+def _noise(z: Tensor, seed: Tensor | int) -> Tensor:
     """Uniform in [0, 1): 24 bits of the hash."""
-    return ((_hash(z) >> 8) & 0xFFFFFF).to(torch.float32) / 2**24
+    return ((_hash(z, seed) >> 8) & 0xFFFFFF).to(torch.float32) / 2**24
 
 
-def _hash(z: Tensor) -> Tensor:
-    """32 bits of each value's own bits and of its position in memory, the first ones as good as random."""
-    h = (z.view(torch.int32) ^ _positions(z)) * 0x7FEB352D  # int32 products wrap, shifts fill with the sign
+def _hash(z: Tensor, seed: Tensor | int) -> Tensor:
+    """32 bits of each value's own bits, its position in memory and the seed, the first ones as good as random."""
+    h = ((z.view(torch.int32) ^ _positions(z)) + seed) * 0x7FEB352D  # int32 products wrap, shifts fill with the sign
     return (h ^ ((h >> 15) & 0x1FFFF)) * -2073254261
 
 
@@ -78,14 +80,32 @@ kept_op = torch.library.custom_op("threepass::kept", kept, mutates_args=())
 kept_op.register_fake(torch.empty_like)
 
 
-def mix_of(a: Tensor, t: Tensor, ratio: Tensor) -> Tensor:
+def mix_of(a: Tensor, t: Tensor, ratio: Tensor, seed: Tensor) -> Tensor:
     """a + ratio * t; in a half format what t adds is rounded up or down at random."""
     mix = a.to(accumulate_dtype(a.dtype)) + ratio * t
-    return round_stochastically(mix, a.dtype) if a.dtype in HALF else mix
+    return round_stochastically(mix, a.dtype, seed) if a.dtype in HALF else mix
 
 
 mix_op = torch.library.custom_op("threepass::mix", mix_of, mutates_args=())  # one node of a captured step
-mix_op.register_fake(lambda a, t, ratio: torch.empty_like(a))
+mix_op.register_fake(lambda a, t, ratio, seed: torch.empty_like(a))
+
+
+@torch.library.custom_op("threepass::seed", mutates_args=())
+def seed_op(seed: Tensor) -> Tensor:
+    """The step's seed, an int32 scalar: a node that a captured graph keeps until `randomness.seed_draws` finds it."""
+    return seed.clone()
+
+
+seed_op.register_fake(torch.empty_like)
+has_side_effect(torch.ops.threepass.seed.default)
+
+
+def round_of(z: Tensor, dtype: torch.dtype, seed: Tensor) -> Tensor:
+    return round_stochastically(z, dtype, seed)
+
+
+round_op = torch.library.custom_op("threepass::round", round_of, mutates_args=())  # likewise
+round_op.register_fake(lambda z, dtype, seed: torch.empty_like(z, dtype=dtype))
 
 
 def error_gain(half: set[torch.dtype], batch_size: int) -> float:

@@ -116,10 +116,11 @@ def _(d, m, stride, channels_last):
 
 
 @custom_op("threepass::conv3x3_tangent", mutates_args=())
-def forward_tangent(t: Tensor, w: Tensor, stride: int, a: Tensor, ratio: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+def forward_tangent(t: Tensor, w: Tensor, stride: int, a: Tensor, ratio: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
     """z = W * t where a > 0, else 0, and a + ratio z, in bfloat16 rounded at random with the right mean.
 
-    a is the ReLU's output, like z; ratio a float32 scalar. The random bits are a hash of value, place and seed.
+    a is the ReLU's output, like z; ratio is a float32 scalar, seed an int32 one. The random bits are a hash of value,
+    place and seed.
     """
     if fits(stride, t, a, weight=w.shape) and t.dtype == w.dtype and ratio.dtype == torch.float32:
         return _kernels().forward_tangent(t, w, stride, a, ratio, seed)
@@ -139,7 +140,7 @@ def _like(z: Tensor, channels: int, *size: int) -> Tensor:
     return z.new_empty((z.shape[0], channels, *size)).contiguous(memory_format=torch.channels_last)
 
 
-def _rounded_randomly(z: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
+def _rounded_randomly(z: Tensor, seed: Tensor, dtype: torch.dtype) -> Tensor:
     """At random, with the positions in memory for the hash."""
     n, c, height, width = z.shape
     position = torch.arange(z.numel(), device=z.device).view(n, height, width, c).permute(0, 3, 1, 2)

@@ -140,7 +140,7 @@ def _forward_kernel(a, w, bias, gate, opened, out, pixels, RELU: tl.constexpr, C
     tl.store(out + here, z.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit
 def _tangent_kernel(t, w, a, ratio, t_out, mix, pixels, seed, C: tl.constexpr, N: tl.constexpr, H: tl.constexpr,
                     W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, STRIDE: tl.constexpr, SC: tl.constexpr,
                     SN: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
@@ -155,7 +155,7 @@ def _tangent_kernel(t, w, a, ratio, t_out, mix, pixels, seed, C: tl.constexpr, N
     m = u + tl.load(ratio) * z
     tl.store(t_out + here, z.to(t_out.dtype.element_ty), mask=inside)
     if mix.dtype.element_ty == tl.bfloat16:
-        tl.store(mix + here, rounded_randomly(m, here, seed), mask=inside)
+        tl.store(mix + here, rounded_randomly(m, here, tl.load(seed)), mask=inside)
     else:
         tl.store(mix + here, m, mask=inside)
 
@@ -337,7 +337,7 @@ def forward(
 
 
 def forward_tangent(
-    t: Tensor, w: Tensor, stride: int, a: Tensor, ratio: Tensor, seed: int, blocks: Blocks | None = None
+    t: Tensor, w: Tensor, stride: int, a: Tensor, ratio: Tensor, seed: Tensor, blocks: Blocks | None = None
 ) -> tuple[Tensor, Tensor]:
     blocks = blocks or blocks_for(FORWARD, t)
     t_out, pixels = _forward_output(t, w, stride)

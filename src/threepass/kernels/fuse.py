@@ -103,9 +103,9 @@ def _fuse_forward(graph: Graph, node: Any) -> None:
     elif behind is not None and behind.target is gated:
         put(behind, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, behind.args[1]))
     elif behind is not None and bias is None and (mix := _mix_behind(behind)) is not None:
-        u, _, ratio = mix.args
+        u, _, ratio, seed = mix.args
         with graph.inserting_before(behind):
-            arguments = (a, w, stride, u, ratio, sum(map(ord, node.name)))
+            arguments = (a, w, stride, u, ratio, seed)
             both = call(graph, torch.ops.threepass.conv3x3_tangent.default, arguments)
         put(behind, operator.getitem, (both, 0))
         put(mix, operator.getitem, (both, 1))
@@ -120,7 +120,7 @@ def _mix_behind(gate: Any) -> Any:
     mixes = [
         n for n in gate.users if n.target is torch.ops.threepass.mix.default and n.args[:2] == (gate.args[1], gate)
     ]
-    return mixes[0] if len(mixes) == 1 and mixes[0].args[2] < gate else None
+    return mixes[0] if len(mixes) == 1 and max(mixes[0].args[2:]) < gate else None
 
 
 def _fuse_backward(graph: Graph, node: Any) -> None:

@@ -128,7 +128,8 @@ def _norm_at(t_hat: Any, fixed: bool) -> _Norm | None:
     _find_mix(norm)
     outside = {*norm.t_u, *norm.g_w}
     signals = [z for z in (norm.a, norm.t, norm.d) if z is not None]
-    operands = [z for z in (*signals, norm.weight, norm.bias, norm.ratio) if z is not None]
+    seeds = [mix.args[3] for mix in norm.m[:1]]
+    operands = [z for z in (*signals, norm.weight, norm.bias, norm.ratio, *seeds) if z is not None]
     if norm.bend is not None:
         norm.inner |= norm.bend.inner
         outside |= {*norm.bend.bent, *norm.bend.g_w}
@@ -265,7 +266,8 @@ def _fuse(graph: Graph, norm: _Norm, t_hat: Any) -> bool:
     parts, later = _parts(norm, t_hat)
     given = (*parts, norm.a, norm.d)
     signals = [None if z is None else _dense(graph, z) for z in given]
-    options = (norm.eps, value_of(norm.t_u[0]).dtype, sum(map(ord, t_hat.name)), bool(norm.m), bool(later))
+    seed = norm.m[0].args[3] if norm.m else None
+    options = (norm.eps, value_of(norm.t_u[0]).dtype, seed, bool(norm.m), bool(later))
     with graph.inserting_before(t_hat):
         arguments = (*signals, norm.weight, norm.bias, norm.ratio, *options)
         norms = call(graph, torch.ops.threepass.layer_norm_tangent.default, arguments)

@@ -55,14 +55,14 @@ def tangent(
     ratio: Tensor | None,
     eps: float,
     dtype: torch.dtype,
-    seed: int,
+    seed: Tensor | None,
     mixes: bool = True,
     keeps: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(t_u, m, (g_w, g_b), t_1 + t_2): t_u and m in `dtype`, m in bfloat16 rounded at random with the right mean.
 
-    What is not asked for is empty: m without `mixes` (which need a ratio), the gradients without d, the sum without t_2
-    or `keeps`. The random bits are a hash of value, place and seed.
+    What is not asked for is empty: m without `mixes` (which need a ratio and a seed), the gradients without d, the sum
+    without t_2 or `keeps`. The random bits are a hash of value, place and seed.
     """
     if fits(a, t, *(z for z in (t_2, d) if z is not None)) and dtype in (torch.float32, torch.bfloat16):
         from . import layer_norm_triton

@@ -48,7 +48,7 @@ def _store_row(work, count, i, values, C: tl.constexpr, BC: tl.constexpr):
     tl.store(work + (tl.program_id(0) * count + i) * C + column, tl.sum(values, 0), mask=column < C)
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit
 def _tangent_kernel(t_1, t_2, a, d, w, b, ratio, t_sum, t_u, m, work, rows, part, eps, seed,
                     HALF_SUM: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """t_u, m and t_1 + t_2 of `part` rows, and into work, [programs, 2, C], their sums of d (x̂ + k t̂) and of d.
@@ -91,7 +91,7 @@ def _tangent_kernel(t_1, t_2, a, d, w, b, ratio, t_sum, t_u, m, work, rows, part
             u = (x * scale + shift).to(t_u.dtype.element_ty).to(tl.float32)
             mix = u + k * pushed.to(tl.float32)
             if m.dtype.element_ty == tl.bfloat16:
-                mix = rounded_randomly(mix, here, seed)
+                mix = rounded_randomly(mix, here, tl.load(seed))
             tl.store(m + here, mix, mask=inside)
         if ratio is not None:
             for_scale += tl.where(inside, e * (x + k * t), 0.0)  # with eps = 0, x̂ is no number outside
@@ -155,7 +155,7 @@ def _bend_kernel(a, t, d, r, r_2, w, bent, work, rows, part, eps,
 def tangent(
     t: Tensor, t_2: Tensor | None, a: Tensor, d: Tensor | None, w: Tensor | None, b: Tensor | None,
     ratio: Tensor | None,
-    eps: float, seed: int, t_sum: Tensor | None, t_u: Tensor, m: Tensor | None, g: Tensor | None,
+    eps: float, seed: Tensor | None, t_sum: Tensor | None, t_u: Tensor, m: Tensor | None, g: Tensor | None,
 ) -> None:  # fmt: skip
     """Into t_sum, t_u and m, (..., C), and g, (2, C): the gradients of scale and shift."""
     rows, part, shape = _blocks(a)

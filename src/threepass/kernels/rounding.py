@@ -6,7 +6,7 @@ from torch import Tensor
 from ..precision import round_stochastically
 
 
-def rounded_randomly(z: Tensor, position: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
+def rounded_randomly(z: Tensor, position: Tensor, seed: Tensor, dtype: torch.dtype) -> Tensor:
     """float32 z in a half format: up or down, each as likely as it is near.
 
     The random bits are a hash of z's own bits, its position and the seed.

@@ -1,0 +1,237 @@
+"""Whether a compiled step may be used: a check, at capture, that can tell rounding from error.
+
+Compilers have bugs, and so may the rewrites before them. Results in low precision differ from run to run by more than
+many a bug would change, so no fixed tolerance serves. The check therefore runs the traced graph three times:
+
+    reference   every operation in float64, as far as it has one
+    eager       operation by operation, in the step's own precision
+    compiled    the program that is to be used
+
+and compares the last two with the first, output by output. The program is refused when its error is several times that
+of the eager run, or when it is not finite where the reference is. Three figures are taken of every output z:
+
+    error   |z - ref| / |ref|
+    row     the largest such error among the rows of z, relative to a row of average size
+    slope   <z - ref, ref> / |ref|², in which rounding averages out: a factor of 1.1 stands out from larger errors
+
+Gradients are affine in the weights of the two terms, g = back * B + third * T, and T is usually far smaller than B. So
+the programs run at third = 0 and at third = k, with k such that k T is `AMPLIFIED` times as large as back * B, and
+back * B and k T, the difference, are compared each by itself. What a step writes to (running statistics) is compared by
+how far it moved.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter
+from torch.utils._pytree import tree_map
+
+from .errors import CaptureError
+from .precision import HALF
+
+TIMES = 5  # a compiled error of more than so many times the eager one is refused
+AMPLIFIED = 10  # by so much the third term is larger than the first one while it is compared
+_SMALL = 0.01  # a term of less than this part of the other term is measured against the other
+_ZERO = 1e-3  # entries of less than this part of the median output's are measured against those: they may be zero but
+# for rounding, as the gradient of a bias before a batch norm is
+_HOPELESS = 0.5  # an eager error of this size: the output has no digits in this precision that could be compared
+
+_DOUBLE = 1e-10
+
+_aten, _ours = torch.ops.aten, torch.ops.threepass
+Run = Callable[[list[Tensor]], Sequence[Tensor]]  # takes a graph's inputs, may write to the list and to its tensors
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one output, against the reference."""
+
+    error: float
+    row: float
+    slope: float
+
+
+def check(graph: GraphModule, run: Run, values: Sequence[Tensor], weights: int | None = None) -> float:
+    """Raises a `CaptureError` if `run`, compiled from the graph, is wrong; gives the seconds that this took.
+
+    Args:
+        graph: functional, but for copies to its inputs at the end.
+        run: the compiled program.
+        values: the graph's inputs; they are copied, not written to.
+        weights: which of them holds (back, third), as the first two entries of its last dimension.
+    """
+    began = time.perf_counter()
+    epsilon = epsilon_of(graph)
+
+    def eager(values: list[Tensor]) -> Sequence[Tensor]:
+        return Interpreter(graph).run(*values)
+
+    def reference(values: list[Tensor]) -> Sequence[Tensor]:
+        if epsilon == _DOUBLE:
+            return eager(values)
+        values[:] = map(_wide, values)
+        return InDouble(graph).run(*values)
+
+    if weights is None:
+        compare("", *(_outcome(graph, each, values) for each in (reference, eager, run)), epsilon=epsilon)
+        return time.perf_counter() - began
+    back, third = _terms(graph, reference, values, weights, 1.0)
+    k = AMPLIFIED * _size_of_moving(back, third) if _norm(third) > 0 else 1.0
+    k = k if 1e-30 < k < 1e30 else 1.0
+    ours, theirs = (_terms(graph, each, values, weights, k) for each in (eager, run))
+    compare("backpropagation's part of ", back, ours[0], theirs[0], epsilon=epsilon)
+    third = [t * k for t in third]
+    sizes = [_SMALL * _norm([b]) for b in back]
+    compare("the third pass's part of ", third, ours[1], theirs[1], sizes, epsilon)
+    return time.perf_counter() - began
+
+
+def _size_of_moving(back: Sequence[Tensor], third: Sequence[Tensor]) -> float:
+    """|B| / |T| over the outputs that have a T: the gradients."""
+    moving = [(b, t) for b, t in zip(back, third, strict=True) if _norm([t]) > 0]
+    return _norm([b for b, _ in moving]) / _norm([t for _, t in moving])
+
+
+def epsilon_of(graph: GraphModule) -> float:
+    """The rounding error of the lowest precision that the graph computes in; of float64, what is far from any error."""
+    values = [node.meta.get("val") for node in graph.graph.nodes]
+    tensors = [z for z in values if isinstance(z, Tensor) and z.is_floating_point()]
+    formats = {z.dtype for z in tensors}
+    if formats & set(HALF):
+        return 2.0**-9
+    if torch.float32 not in formats:
+        return _DOUBLE
+    tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+    return 2.0**-12 if tf32 and any(z.is_cuda for z in tensors) else 2.0**-24
+
+
+def _terms(graph: GraphModule, run: Run, values: Sequence[Tensor], weights: int, k: float) -> tuple[list[Tensor], ...]:
+    """back * B and k T of every output."""
+    back, both = (_outcome(graph, run, values, weights, third) for third in (0.0, k))
+    return back, [z - b for z, b in zip(both, back, strict=True)]
+
+
+def _outcome(graph: GraphModule, run: Run, values: Sequence[Tensor], weights: int | None = None, third: float = 0.0):
+    """The floating-point tensors that a run returns, and how far it moves each input that it writes to, in float64."""
+    values = [z.clone() for z in values]
+    if weights is not None:
+        values[weights][..., 1] = third
+    before = [_wide(z) for z in values]
+    with torch.no_grad():
+        outputs = [_wide(z).clone() for z in run(values) if z.is_floating_point() or z.is_complex()]
+    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    written = [any(user.target is _aten.copy_.default and user.args[0] is n for user in n.users) for n in places]
+    moved = [_wide(z) - b for z, b, changes in zip(values, before, written, strict=True) if changes]
+    return [torch.view_as_real(z) if z.is_complex() else z.double() for z in (*outputs, *moved)]
+
+
+def _wide(z: Tensor) -> Tensor:
+    if z.is_floating_point():
+        return z.double()
+    return z.to(torch.complex128) if z.is_complex() else z.clone()
+
+
+def compare(
+    part: str,
+    reference: Sequence[Tensor],
+    eager: Sequence[Tensor],
+    compiled: Sequence[Tensor],
+    sizes: Sequence[float] | None = None,
+    epsilon: float = 0.0,
+) -> None:
+    """Raises a `CaptureError` for the worst output of which the compiled figures are too far from the eager ones."""
+    entries = sorted(_norm([ref]) / math.sqrt(max(1, ref.numel())) for ref in reference)
+    typical = entries[len(entries) // 2] if entries else 0.0
+    floors = [_ZERO * typical * math.sqrt(ref.numel()) for ref in reference]
+    sizes = list(map(max, sizes or floors, floors))
+    ours = [figures(z, ref, size) for z, ref, size in zip(eager, reference, sizes, strict=True)]
+    theirs = [figures(z, ref, size) for z, ref, size in zip(compiled, reference, sizes, strict=True)]
+    known = [f for f in ours if f.error < _HOPELESS]
+    usual = Figures(*(math.sqrt(sum(getattr(f, name) ** 2 for f in known) / max(1, len(known))) for name in _NAMES))
+    worst, text = 1.0, ""
+    for i, (e, c, ref) in enumerate(zip(ours, theirs, reference, strict=True)):
+        if not math.isfinite(c.error) and math.isfinite(e.error):
+            raise CaptureError(f"{part}output {i} of the compiled step is not finite, where the eager step's is")
+        spread = e.error / math.sqrt(max(1, ref.numel()))
+        allowed = {"error": (e.error, usual.error), "row": (e.row, usual.row), "slope": (e.slope, usual.slope, spread)}
+        for name, values in allowed.items():
+            limit = TIMES * (max(values) + 4 * epsilon) if e.error < _HOPELESS else 100.0 * max(1.0, e.error)
+            if (excess := getattr(c, name) / limit) > worst:
+                worst = excess
+                text = (
+                    f"{part}output {i}, of shape {tuple(ref.shape)}: its {name} against a float64 reference is "
+                    f"{getattr(c, name):.1e}, and the eager step's {getattr(e, name):.1e}"
+                )
+    if text:
+        raise CaptureError(f"the compiled step is wrong in {text}")
+
+
+_NAMES = ("error", "row", "slope")
+
+
+def figures(z: Tensor, reference: Tensor, size: float) -> Figures:
+    """size: what the error is measured against if the reference is smaller. Where both are not finite, nothing is."""
+    both = ~(torch.isfinite(z) | torch.isfinite(reference))
+    z, reference = z.masked_fill(both, 0.0), reference.masked_fill(both, 0.0)
+    scale = max(_norm([reference]), size)
+    if scale == 0:
+        scale = 1.0 if _norm([z]) > 0 else math.inf
+    difference = z - reference
+    rows = difference.flatten(1).norm(dim=1) if z.dim() > 1 else difference.norm()
+    slope = abs(float((difference * reference).sum())) / scale**2
+    return Figures(_norm([difference]) / scale, float(rows.max()) * math.sqrt(rows.numel()) / scale, slope)
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return math.sqrt(sum(float(z.square().sum()) for z in tensors))
+
+
+class InDouble(Interpreter):
+    """Runs a graph with every floating-point value in float64. An operation that has no float64 (fused attention) runs
+    as it is, on rounded operands."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is _ours.round.default:
+            return args[0]
+        node = self.env_node
+        if target is not _aten.view.dtype:
+            try:
+                return self._call(target, *tree_map(_in_double, (args, kwargs)))
+            except (RuntimeError, NotImplementedError):
+                pass
+        values = torch.fx.map_arg((node.args, node.kwargs), lambda n: _like(self.env[n], n.meta.get("val")))
+        return tree_map(_wide_if_tensor, self._call(target, *values))
+
+    def _call(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in _HALF_TO_FLOAT:
+            args = (*args[:2], False)
+        return target(*args, **kwargs)
+
+    def run_node(self, n):
+        self.env_node = n
+        return super().run_node(n)
+
+
+_HALF_TO_FLOAT = (_aten._softmax.default, _aten._log_softmax.default)
+
+
+def _in_double(z: Any) -> Any:
+    return torch.float64 if isinstance(z, torch.dtype) and z.is_floating_point else z
+
+
+def _wide_if_tensor(z: Any) -> Any:
+    return _wide(z) if isinstance(z, Tensor) else z
+
+
+def _like(value: Any, example: Any) -> Any:
+    """A value in the formats that the node had in the step itself."""
+    if isinstance(value, Tensor) and isinstance(example, Tensor):
+        return value.to(example.dtype)
+    if isinstance(value, (tuple, list)) and isinstance(example, (tuple, list)):
+        return type(value)(map(_like, value, example))
+    return value

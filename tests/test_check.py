@@ -1,0 +1,196 @@
+"""The check of compiled steps: sabotaged programs are refused in every precision, and rounding is not taken for error."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from threepass.capture import capture, trace
+from threepass.check import TIMES, check, figures
+from threepass.engine import run
+from threepass.errors import CaptureError
+from threepass.models import mlp, plain, resnet, vit
+from threepass.options import Options
+
+SAMPLES = 16
+PRECISIONS = ("float64", "float32", "bf16 autocast", "bf16")
+
+
+def small_net():
+    """Convolutions, batch norm, dropout and biases."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.25),
+        nn.Linear(32, 10),
+    )
+
+
+class Problem:
+    """A step, as `ThreePass(compile=True)` captures it; outputs: the gradients, then loss, input loss and dl/dx."""
+
+    def __init__(self, precision, make=small_net, shape=(3, 8, 8), mode="paper", seed=0, device="cpu", **options):
+        torch.manual_seed(seed)
+        model, x = make(), torch.randn(SAMPLES, *shape)
+        dtype = {"float64": torch.float64, "bf16": torch.bfloat16}.get(precision, torch.float32)
+        self.model, x = model.to(device, dtype), x.to(device, dtype)
+        self.names = [name for name, _ in self.model.named_parameters()]
+        self.options = Options(mode=mode, **options)
+        self.autocast = torch.autocast(device, torch.bfloat16, enabled=precision == "bf16 autocast")
+        weights = torch.tensor([self.options.back, self.options.third], device=device)
+        y, seed = torch.randint(10, (SAMPLES,), device=device), torch.tensor(seed, dtype=torch.int32, device=device)
+        self.inputs = [weights.double() if precision == "float64" else weights, seed, x, y]
+
+    def __call__(self, weights, seed, x, y):
+        with self.autocast:
+            pair = (weights[0], weights[1])
+            r = run(self.model, F.cross_entropy, x, y, self.options, weights=pair, seed=seed, warn=False)
+        return [*r.grads.values(), r.loss, r.input_loss, r.input_grad]
+
+    def capture(self, **kwargs):
+        return capture(self, self.inputs, weights=self.inputs[0], **kwargs)
+
+
+def with_weight_of_third(factor):
+    def sabotage(program, values, problem):
+        values[len(program.state)][1] *= factor
+        return program.graph(*values)
+
+    return sabotage
+
+
+def with_output(name, change):
+    def sabotage(program, values, problem):
+        outputs = list(program.graph(*values))
+        outputs[problem.names.index(name)] = change(outputs[problem.names.index(name)])
+        return outputs
+
+    return sabotage
+
+
+def one_nan(z):
+    z = z.clone()
+    z.view(-1)[-1] = math.nan
+    return z
+
+
+def statistics_stay(program, values, problem):
+    return program.graph(*(z.clone() for z in values))
+
+
+def last_sample_dropped(program, values, problem):
+    x, y = values[-2:]
+    values[-2], values[-1] = torch.cat([x[:-1], x[:1]]), torch.cat([y[:-1], y[:1]])
+    return program.graph(*values)
+
+
+SABOTAGES = {
+    "NaN": with_output("3.weight", one_nan),
+    "no third term": with_weight_of_third(0.0),
+    "half the third term": with_weight_of_third(0.5),
+    "a bias's gradient negated": with_output("8.bias", torch.neg),
+    "a layer's gradient times 1.1": with_output("3.weight", lambda z: z * 1.1),
+    "statistics not moved": statistics_stay,
+    "last sample dropped": last_sample_dropped,
+}
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", SABOTAGES)
+def test_sabotaged_programs_are_refused(name, precision, mode, monkeypatch):
+    problem = Problem(precision, mode=mode)
+
+    def sabotaged(program, inputs):
+        return lambda values: SABOTAGES[name](program, values, problem)
+
+    monkeypatch.setattr("threepass.capture._compiled", sabotaged)
+    with pytest.raises(CaptureError, match="is wrong in|is not finite"):
+        problem.capture()
+
+
+NETS = {
+    "small": (small_net, (3, 8, 8)),
+    "mlp": (lambda: mlp(24, 32, 32, 10), (24,)),
+    "gelu": (lambda: mlp(24, 32, 10, activation=nn.GELU), (24,)),
+    "plain": (lambda: plain(8, width=4), (3, 8, 8)),
+    "resnet": (lambda: resnet(8, width=4), (3, 8, 8)),
+    "vit": (lambda: vit(image=8, width=12, depth=1), (3, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", NETS)
+def test_rewritten_graphs_pass_for_many_weights(name, precision, mode):
+    """One graph, which refers to its parameters, at several draws of weights and data."""
+    make, shape = NETS[name]
+    problem = Problem(precision, make, shape, mode)
+    program = trace(problem, problem.inputs)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for p in problem.model.parameters():
+                p.copy_(torch.randn(p.shape) / max(1, p[0].numel()) ** 0.5)
+        problem.inputs[2].copy_(torch.randn(problem.inputs[2].shape))
+        values = [*program.state, *problem.inputs]
+        check(program.plain, lambda values: program.graph(*values), values, len(program.state))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16 autocast"])
+def test_a_compiled_step_with_dropout_passes(precision):
+    captured = Problem(precision).capture()
+    assert captured.program.draws
+    assert 0 < captured.check_seconds
+
+
+def test_the_check_changes_nothing():
+    problem = Problem("float32")
+    before = {name: z.clone() for name, z in problem.model.state_dict().items()}
+    state = torch.get_rng_state()
+    program = trace(problem, problem.inputs)
+    problem.model.load_state_dict(before)
+    values = [*program.state, *problem.inputs]
+    check(program.plain, lambda values: program.graph(*values), values, len(program.state))
+    assert all(torch.equal(z, before[name]) for name, z in problem.model.state_dict().items())
+    del state
+
+
+def test_figures_of_an_output():
+    reference = torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.float64)
+    found = figures(1.1 * reference, reference, 0.0)
+    assert found.error == pytest.approx(0.1)
+    assert found.slope == pytest.approx(0.1)
+    assert found.row == pytest.approx(0.1 * math.sqrt(2))
+    across = figures(reference + torch.tensor([[-0.4, 0.3], [0.0, 0.0]]), reference, 0.0)
+    assert across.error == pytest.approx(0.1)
+    assert across.slope == pytest.approx(0.0, abs=1e-12)
+    assert figures(reference, torch.zeros_like(reference), 50.0).error == pytest.approx(0.1)
+    infinite = torch.tensor([math.inf, 1.0], dtype=torch.float64)
+    assert figures(infinite, infinite, 0.0).error == 0
+    assert not math.isfinite(figures(infinite, torch.ones(2, dtype=torch.float64), 0.0).error)
+
+
+def test_errors_of_the_size_of_the_eager_ones_pass():
+    """A program whose results are eager ones plus as much noise again is used, one with far more noise is not."""
+    problem = Problem("bf16 autocast")
+    program = trace(problem, problem.inputs)
+    values = [*program.state, *problem.inputs]
+
+    def noisy(size):
+        def run_(values):
+            outputs = program.graph(*values)
+            return [z * (1 + size * torch.randn_like(z)) if z.dim() > 1 else z for z in outputs]
+
+        return run_
+
+    check(program.plain, noisy(2**-8), values, len(program.state))
+    with pytest.raises(CaptureError, match="against a float64 reference"):
+        check(program.plain, noisy(TIMES), values, len(program.state))
