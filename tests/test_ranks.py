@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import threepass
+from threepass.engine import run
+from threepass.options import Options
 
 RANKS, B = 2, 8
 TERMS = {
@@ -114,6 +116,17 @@ def repeated(rank, wrap, model=net):
         step(x, y)
         found.append(grads_of(wrapped))
     return found
+
+
+def after_an_error(rank):
+    """The wrapper is as it was: its next step is right."""
+    x, y = (z.chunk(RANKS)[rank] for z in batch())
+    model = DistributedDataParallel(net(), static_graph=True)
+    inner, step = model.module, threepass.ThreePass(model, F.cross_entropy)
+    message = refused(lambda x, y: step(x[:, :3], y), RuntimeError)
+    assert model.module is inner
+    step(x, y)
+    return message, grads_of(model), step.calls
 
 
 def frozen(rank):
@@ -250,6 +263,28 @@ def fully_sharded(x, y):
     threepass.ThreePass(fully_shard(net(), mesh=mesh), F.cross_entropy)(x, y)
 
 
+def fully_sharded_1(x, y):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
+    threepass.ThreePass(model, F.cross_entropy)(x, y)
+
+
+def mixed_precision(x, y):
+    model = DistributedDataParallel(net())
+    model.mixed_precision = object()  # needs a GPU to be made
+    threepass.ThreePass(model, F.cross_entropy)(x, y)
+
+
+def synchronised_norm(x, y):
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(net(norm=True))
+    threepass.ThreePass(model, F.cross_entropy)(x, y)
+
+
+def pure_and_static(x, y):
+    threepass.three_pass(DistributedDataParallel(net(), static_graph=True), F.cross_entropy, x, y)
+
+
 def different_groups(x, y):
     groups = [dist.new_group([r]) for r in range(RANKS)]
     model = nn.Sequential(
@@ -275,6 +310,7 @@ def results(rank: int) -> dict:
     table["find_unused_parameters"] = repeated(rank, {"find_unused_parameters": True}, Branches)
     table["static_graph"] = repeated(rank, {"static_graph": True})
     table["gradient_as_bucket_view"] = repeated(rank, {"gradient_as_bucket_view": True})
+    table["after an error"] = after_an_error(rank)
     table["frozen"] = frozen(rank)
     table["training"] = training(rank)
     table["uneven, alpha=1"], table["uneven, plain"] = one_step(rank, sizes=UNEVEN, alpha=1.0), plain(rank, UNEVEN)
@@ -288,8 +324,12 @@ def results(rank: int) -> dict:
     table["three_pass"] = pure(rank)
     table["compile"] = compiled(rank)
     table["refused"] = {
-        f.__name__: refused(f) for f in (on_wrapper, inside_and_static, fully_sharded, different_groups)
-    }
+        f.__name__: refused(f)
+        for f in (
+            on_wrapper, inside_and_static, pure_and_static, fully_sharded, fully_sharded_1, mixed_precision,
+            synchronised_norm, different_groups,
+        )
+    }  # fmt: skip
     table["refused"]["not_a_member"] = refused(not_a_member, ValueError)
     return table
 
@@ -368,6 +408,14 @@ def test_options_of_distributed_data_parallel(ranks, option):
     for rank in ranks:
         for grads in rank[option]:
             assert_close(grads, whole().grads, 1e-12)
+
+
+def test_an_error_leaves_the_wrapper_as_it_was(ranks):
+    for rank in ranks:
+        message, grads, calls = rank["after an error"]
+        assert "mat1 and mat2 shapes" in message
+        assert calls == 1
+        assert_close(grads, whole().grads, 1e-12)
 
 
 def test_unused_parameters(ranks):
@@ -471,6 +519,10 @@ def test_compile_runs_eagerly_and_says_so(ranks):
         ("on_wrapper", ["hooks of its own", "register them on model.module"]),
         ("inside_and_static", ["static_graph=True", "wraps the whole model"]),
         ("fully_sharded", ["6 parameter(s)", "DTensors ('0.weight'", "fully_shard", "use DistributedDataParallel"]),
+        ("fully_sharded_1", ["FullyShardedDataParallel", "use DistributedDataParallel"]),
+        ("mixed_precision", ["mixed_precision", "use torch.autocast"]),
+        ("synchronised_norm", ["SyncBatchNorm", "use BatchNorm"]),
+        ("pure_and_static", ["static_graph=True", "pass its .module"]),
         ("different_groups", ["[1, 2]", "wrap the whole model once"]),
     ],
 )
@@ -484,7 +536,52 @@ def test_a_rank_outside_the_group(ranks):
     assert "not a member of process_group" in ranks[1]["refused"]["not_a_member"]
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("terms", TERMS)
+def test_a_rank_of_two_in_half_formats(dtype, terms):
+    """Its terms are those of its own samples, but that with reduction="batch" pass 3 starts from half as much."""
+    model, (x, y) = net().float(), batch()
+    options = TERMS[terms]
+    with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+        one = run(model, F.cross_entropy, x.float(), y, Options(**options, separate=True))
+        two = run(model, F.cross_entropy, x.float(), y, Options(**options, ranks=2, separate=True))
+        part = run(model, F.cross_entropy, x.float(), y, Options(**options, ranks=2, batch_size=32, separate=True))
+    fewer = 2 if options.get("alpha") and options.get("reduction") is None else 1
+    assert_close(two.backprop_grads, one.backprop_grads, 1e-6)
+    assert_close(two.third_grads, {n: g / fewer for n, g in one.third_grads.items()}, 1e-6)
+    assert_close(part.backprop_grads, {n: g / 2 for n, g in two.backprop_grads.items()}, 1e-6)
+    assert_close(part.third_grads, {n: g / (4 if fewer == 2 else 2) for n, g in two.third_grads.items()}, 1e-6)
+    for r in (two, part):
+        torch.testing.assert_close(r.input_loss, one.input_loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(two.input_grad, one.input_grad / 2)
+    torch.testing.assert_close(part.input_grad, one.input_grad / 4)
+
+
+def test_a_compiled_step_of_a_rank_of_two(monkeypatch):
+    """Without DistributedDataParallel a step of several ranks can be compiled."""
+    monkeypatch.setattr("threepass.step.count_ranks", lambda model, group: 2)
+    model, (x, y) = net(), batch()
+    step = threepass.ThreePass(model, F.cross_entropy, batch_size=32, compile=True)
+    expected = run(model, F.cross_entropy, x, y, Options(0.1, batch_size=32, ranks=2))
+    r = step(x, y)
+    assert step.compiled.compile_seconds > 0
+    assert_close(r.grads, expected.grads, 1e-12)
+    torch.testing.assert_close(r.input_grad, expected.input_grad, rtol=1e-12, atol=1e-16)
+
+
 def test_one_process_counts_one_rank():
     model, (x, y) = net(), batch()
     r = threepass.ThreePass(model, F.cross_entropy, alpha=1.0)(x, y)
     assert_close(r.grads, plain_grads(net(), F.cross_entropy, x, y), 1e-12)
+
+
+def test_data_parallel_over_several_devices():
+    model, (x, y) = nn.DataParallel(net()), batch()
+    assert_close(
+        threepass.three_pass(model, F.cross_entropy, x, y).grads,
+        {f"module.{n}": g for n, g in whole().grads.items()},
+        1e-12,
+    )
+    model.device_ids = [0, 1]
+    with pytest.raises(NotImplementedError, match=r"use torch\.nn\.parallel\.DistributedDataParallel"):
+        threepass.three_pass(model, F.cross_entropy, x, y)

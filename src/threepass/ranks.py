@@ -41,7 +41,7 @@ def count_ranks(model: nn.Module, process_group: Any = None) -> int:
 
 
 def check_parallel(model: nn.Module) -> None:
-    """Refuses what the passes would compute wrongly: models whose parameters are not whole tensors of this process."""
+    """Refuses models that are not computed by this process alone from whole parameters."""
     if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
         raise NotImplementedError(
             "the model is an nn.DataParallel over several devices, which runs it in threads: three passes do not see "
@@ -60,6 +60,11 @@ def check_parallel(model: nn.Module) -> None:
     for module in model.modules():
         if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
             raise NotImplementedError(f"three passes do not support FullyShardedDataParallel; {instead}")
+        if isinstance(module, nn.SyncBatchNorm) and module.training and dist.get_world_size(module.process_group) > 1:
+            raise NotImplementedError(
+                "SyncBatchNorm in training mode makes each rank's output depend on the samples of all ranks, and three "
+                "passes run on each rank alone: use BatchNorm without synchronisation, or call its eval()"
+            )
         if isinstance(module, DistributedDataParallel):
             _check_recorded(module)
 
