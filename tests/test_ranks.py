@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from close import assert_close, plain_grads
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -116,6 +117,19 @@ def repeated(rank, wrap, model=net):
         step(x, y)
         found.append(grads_of(wrapped))
     return found
+
+
+def communication_hook(rank):
+    """Gradients travel as the hook has them: here at double size."""
+
+    def doubled(state, bucket):
+        return default_hooks.allreduce_hook(None, bucket).then(lambda done: 2 * done.value())
+
+    x, y = (z.chunk(RANKS)[rank] for z in batch())
+    model = DistributedDataParallel(net())
+    model.register_comm_hook(None, doubled)
+    threepass.ThreePass(model, F.cross_entropy)(x, y)
+    return grads_of(model)
 
 
 def after_an_error(rank):
@@ -310,6 +324,7 @@ def results(rank: int) -> dict:
     table["find_unused_parameters"] = repeated(rank, {"find_unused_parameters": True}, Branches)
     table["static_graph"] = repeated(rank, {"static_graph": True})
     table["gradient_as_bucket_view"] = repeated(rank, {"gradient_as_bucket_view": True})
+    table["communication hook"] = communication_hook(rank)
     table["after an error"] = after_an_error(rank)
     table["frozen"] = frozen(rank)
     table["training"] = training(rank)
@@ -408,6 +423,10 @@ def test_options_of_distributed_data_parallel(ranks, option):
     for rank in ranks:
         for grads in rank[option]:
             assert_close(grads, whole().grads, 1e-12)
+
+
+def test_communication_hooks(ranks):
+    assert_close(ranks[1]["communication hook"], {n: 2 * g for n, g in whole().grads.items()}, 1e-12)
 
 
 def test_an_error_leaves_the_wrapper_as_it_was(ranks):
