@@ -80,6 +80,7 @@ def three_pass(
         input_at: the module whose output counts as the input; by default the floating-point tensors of x are, or, where
             there are none, the output of the first embedding that runs.
         batch_size: the effective batch, where x is only a part of it: the parts' gradients then add up to the whole's.
+            Samples of other ranks do not count by themselves; in `ThreePass` they do.
         separate: also give both terms, unweighted, as `backprop_grads` and `third_grads`.
     """
     options = Options(alpha, reduction, mode, strength, input_at, batch_size, separate)
