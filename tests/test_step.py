@@ -89,3 +89,47 @@ def test_training_shrinks_the_loss_and_the_input_loss():
     plain, three = train(alpha=1.0), train(strength=1.0)
     assert three[0][-1] < 0.7 * three[0][0]
     assert three[1] < 0.4 * plain[1]
+
+
+def test_state_goes_on_after_a_resume(tmp_path):
+    model, x, y = setting()
+    options = {"alpha": lambda calls: 1 / (1 + calls), "every": 2}
+    step = threepass.ThreePass(model, F.cross_entropy, **options)
+    for _ in range(3):
+        step(x, y)
+    torch.save({"step": step.state_dict()}, tmp_path / "checkpoint.pt")
+    resumed = threepass.ThreePass(model, F.cross_entropy, **options)
+    resumed.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"])
+    assert resumed.state_dict() == step.state_dict() == {"calls": 3}
+    for calls in (3, 4):
+        expected = threepass.three_pass(model, F.cross_entropy, x, y, alpha=1 / (1 + calls), separate=True)
+        grads = expected.grads
+        if calls % 2:
+            grads = {n: g / (1 + calls) for n, g in expected.backprop_grads.items()}
+        assert_close(resumed(x, y).grads, grads, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"step": 3}, r"state_dict\(\) of a ThreePass.*got \['step'\]"),
+        ({"calls": 3, "lr": 1}, r"got \['calls', 'lr'\]"),
+        (3, "got int"),
+        ({"calls": -1}, "whole number >= 0, got -1"),
+        ({"calls": True}, "got True"),
+        ({"calls": "3"}, "got '3'"),
+    ],
+)
+def test_other_states_are_refused(state, message):
+    step = threepass.ThreePass(setting()[0], F.cross_entropy)
+    with pytest.raises(ValueError, match=message):
+        step.load_state_dict(state)
+    assert step.calls == 0
+
+
+def test_an_error_is_no_call():
+    model, x, y = setting()
+    step = threepass.ThreePass(model, F.cross_entropy)
+    with pytest.raises(RuntimeError):
+        step(x[:, :3], y)
+    assert step.state_dict() == {"calls": 0}

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from .capture import Captured, capture
 from .engine import Result, run
 from .errors import CaptureError, warn_uncompiled
 from .options import Options, check_model
+from .scaler import scaled
 from .surroundings import unchanged_on_error
 
 KINDS = 8
@@ -40,14 +42,14 @@ class Step:
     leaves: list[Any]  # of the rest of the result; a `_Place` is among the outputs behind those
     spec: TreeSpec
 
-    def __call__(self, weights: Tensor, tensors: list[Tensor]) -> Result:
-        """Runs the step; adds to `p.grad`."""
+    def __call__(self, weights: Tensor, tensors: list[Tensor], scaler: GradScaler | None = None) -> Result:
+        """Runs the step; adds to `p.grad`, times the scale of a scaler."""
         static = self.captured.graph is not None
         if static:
             self._keep_sums()
         outputs = self.captured(weights, *tensors)
         count = len(self.parameters)
-        self._add(outputs[:count])
+        self._add(scaled(outputs[:count], scaler))
         starts = range(count, (self.dicts + 1) * count, count)
         named = [dict(zip(self.names, outputs[i : i + count], strict=True)) for i in starts]
         rest = outputs[(self.dicts + 1) * count :]
@@ -66,7 +68,7 @@ class Step:
                 p.grad = p.grad.clone()
 
     @torch.no_grad()
-    def _add(self, grads: list[Tensor]) -> None:
+    def _add(self, grads: Sequence[Tensor]) -> None:
         if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters):
             with torch.enable_grad():
                 torch.autograd.backward(self.parameters, [g.clone() for g in grads])
@@ -109,7 +111,9 @@ class CompiledSteps:
         """Forgets all programs: the next call of every kind is captured anew."""
         self.steps.clear()
 
-    def __call__(self, x: Any, y: Any, options: Options, third: bool) -> Result | None:
+    def __call__(
+        self, x: Any, y: Any, options: Options, third: bool, scaler: GradScaler | None = None
+    ) -> Result | None:
         """A step, added to `p.grad`; None where this kind of call runs eagerly."""
         x, y = (dict(z) if isinstance(z, Mapping) else z for z in (x, y))
         flat, spec = tree_flatten((x, y))
@@ -128,12 +132,12 @@ class CompiledSteps:
             if kind not in self.steps:
                 self.steps[kind] = self._captured(flat, spec, weights, options, third)
             step = self.steps[kind]
-            return None if step is None else step(weights, [z for z in flat if isinstance(z, Tensor)])
+            return None if step is None else step(weights, [z for z in flat if isinstance(z, Tensor)], scaler)
 
     def _kind(self, flat: list[Any], spec: TreeSpec, options: Options, third: bool) -> Hashable:
         return (
             tuple(_kind_of(z) for z in flat), spec,
-            options.mode, options.scale(2), options.input_at, options.batch_size, options.separate,
+            options.mode, options.scale(2), options.input_at, options.batch_size, options.separate, options.ranks,
             options.back > 0, third and (options.third > 0 or options.separate), options.strength is None,
             tuple(_state_of(self.model)),
             tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),

@@ -80,6 +80,7 @@ def three_pass(
         input_at: the module whose output counts as the input; by default the floating-point tensors of x are, or, where
             there are none, the output of the first embedding that runs.
         batch_size: the effective batch, where x is only a part of it: the parts' gradients then add up to the whole's.
+            Samples of other ranks do not count by themselves; in `ThreePass` they do.
         separate: also give both terms, unweighted, as `backprop_grads` and `third_grads`.
     """
     options = Options(alpha, reduction, mode, strength, input_at, batch_size, separate)
@@ -116,7 +117,7 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, wei
     check_model(model)
     x = dict(x) if isinstance(x, Mapping) else x
     samples = check_x(x, options)
-    batch = options.batch_size or samples
+    batch = options.part(samples)
     with trainable_surroundings(), unchanged_on_error(model):
         # Pass 1: forward. The tape keeps every operation that the input runs through.
         tape = Record(next(model.parameters()).device.type)
@@ -183,12 +184,13 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, wei
         grads, *terms = gradients.finish(model)
         backprop_grads, third_grads = terms if options.separate else (None, None)
 
+    whole = gain if options.ranks == 1 else gain * options.ranks  # dx of all ranks' loss, not of this rank's
     squares = torch.stack([g.to(accumulate_dtype(g.dtype)).div(gain).square().sum() for g in dx]).sum()
     return Result(
         output=tree_map(lambda z: z.detach() if isinstance(z, Tensor) else z, output),
         loss=loss.detach(),
         input_loss=0.5 * squares * (batch**2 / samples),
-        input_grad=_like_x(x, [g if gain is unit and unit == 1 else g / gain for g in dx], tape.inside),
+        input_grad=_like_x(x, [g if whole is unit and unit == 1 else g / whole for g in dx], tape.inside),
         grads=grads,
         backprop_grads=backprop_grads,
         third_grads=third_grads,

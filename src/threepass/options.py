@@ -10,10 +10,18 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
+from .ranks import check_parallel
+
 
 @dataclass(frozen=True)
 class Options:
-    """The contract's options; `back` and `third` weigh the two terms, `scale(B)` is c B, what t_0 is of dl/dx."""
+    """The options of `three_pass`, and what follows from them.
+
+    `back` and `third` are the weights of the two terms. `ranks` is the number of processes over which the gradients
+    will be averaged (`ranks.py`): this rank then computes `ranks` times its part of the whole batch's gradient.
+    `part(n)` is the size of a batch whose mean loss gives n samples that weight, and t_0 = `scale(part)` * dl/dx, where
+    l is the loss with that weight.
+    """
 
     alpha: float = 0.1
     reduction: str = "batch"
@@ -22,6 +30,7 @@ class Options:
     input_at: str | None = None
     batch_size: int | None = None
     separate: bool = False
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         if not _is_number(self.alpha) or not 0 <= self.alpha <= 1:
@@ -51,13 +60,17 @@ class Options:
     def exact(self) -> bool:
         return self.mode == "exact"
 
-    def scale(self, batch_size: int) -> float:
-        return 1.0 if self.strength is None and self.reduction == "batch" else float(batch_size)
+    def part(self, samples: int) -> float:
+        return samples if self.batch_size is None else self.batch_size / self.ranks
+
+    def scale(self, part: float) -> float:
+        return 1 / self.ranks if self.strength is None and self.reduction == "batch" else float(part)
 
 
 def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_parallel(model)
     parameters = list(model.parameters())
     if any(is_lazy(p) for p in parameters):
         raise ValueError("the model has lazy parameters without a shape yet: run model(x) once before")

@@ -108,7 +108,7 @@ round_op = torch.library.custom_op("threepass::round", round_of, mutates_args=()
 round_op.register_fake(lambda z, dtype, seed: torch.empty_like(z, dtype=dtype))
 
 
-def error_gain(half: set[torch.dtype], batch_size: int) -> float:
+def error_gain(half: set[torch.dtype], batch_size: float) -> float:
     """What pass 2's errors are multiplied by: fp16's are errors of a sample rather than of the batch."""
     return 2.0 ** round(math.log2(batch_size)) if torch.float16 in half else 1.0
 

@@ -1,15 +1,20 @@
 """`ThreePass`: three passes in a training loop, in place of the forward and `loss.backward()`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 
 from .compiled import CompiledSteps
 from .engine import Result, run
 from .options import Options
 from .precision import round_stochastically
+from .ranks import add_through, count_ranks
+from .scaler import scaled
 
 
 class ThreePass:
@@ -22,6 +27,15 @@ class ThreePass:
     The options are those of `three_pass`. alpha may be a function of the number of calls so far. every=k runs the third
     pass in every k-th call, the first among them; the others add back * backpropagation alone (back is alpha, or 1 with
     strength). Gradients go through autograd's own accumulation, so hooks on parameters fire as they do in `backward()`.
+
+    scaler: the `torch.amp.GradScaler` of the loop. `p.grad` then gets r.grads times its scale, as from
+    `scaler.scale(loss).backward()`, and `scaler.unscale_`, `scaler.step` and `scaler.update` follow as usual.
+
+    Several ranks: the batch is that of all ranks, and the gradients are expected to be averaged over them. These are
+    the ranks of the model's `DistributedDataParallel`, which averages; without it, those of process_group, by default
+    of all, and averaging `p.grad` is up to you. batch_size counts the samples of all ranks and micro-batches. r.loss,
+    r.input_loss and r.output are those of this rank's x; r.input_grad is dl/dx of the loss of the whole batch; the mean
+    of r.grads over the ranks is the gradient of the whole batch.
 
     compile=True captures the whole step, compiles it, and replays it as a CUDA graph on a GPU: the same numbers to
     rounding, faster. `r.grads` are then in the parameters' formats, may be the very tensors in `p.grad`, and on a GPU
@@ -43,10 +57,15 @@ class ThreePass:
         separate: bool = False,
         every: int = 1,
         compile: bool = False,
+        scaler: GradScaler | None = None,
+        process_group: Any = None,
     ):
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a positive whole number, got {every!r}")
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
         self.model, self.loss_fn, self.every = model, loss_fn, every
+        self.scaler, self.process_group = scaler, process_group
         self.alpha = alpha if callable(alpha) else lambda calls: alpha
         self.options: dict[str, Any] = {
             "reduction": reduction, "mode": mode, "strength": strength,
@@ -57,23 +76,68 @@ class ThreePass:
         self.compiled = CompiledSteps(model, loss_fn) if compile else None
 
     def __call__(self, x: Any, y: Any) -> Result:
-        options = Options(self.alpha(self.calls), **self.options)
+        ranks = count_ranks(self.model, self.process_group)
+        options = Options(self.alpha(self.calls), ranks=ranks, **self.options)
         third = self.calls % self.every == 0
-        r = None if self.compiled is None else self.compiled(x, y, options, third)
-        if r is None:
+        r = None if self.compiled is None else self.compiled(x, y, options, third, self.scaler)
+        if r is None and isinstance(self.model, DistributedDataParallel):
+            r = self._through_ddp(self.model, x, y, options, third)
+        elif r is None:
             r = run(self.model, self.loss_fn, x, y, options, third=third)
-            add_to_grad(self.model, r)
+            add_to_grad(self.model, r, self.scaler)
         self.calls += 1
         return r
 
+    def state_dict(self) -> dict[str, int]:
+        """The number of calls, on which alpha's schedule and `every` depend."""
+        return {"calls": self.calls}
 
-def add_to_grad(model: nn.Module, r: Result) -> None:
-    """Adds r.grads to `p.grad` by autograd's own accumulation; half parameters' are rounded stochastically."""
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        if not isinstance(state, Mapping) or set(state) != {"calls"}:
+            found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(f"expected the state_dict() of a ThreePass, {{'calls': number}}, got {found}")
+        calls = state["calls"]
+        if isinstance(calls, bool) or not isinstance(calls, int) or calls < 0:
+            raise ValueError(f"calls must be a whole number >= 0, got {calls!r}")
+        self.calls = calls
+
+    def _through_ddp(self, ddp: DistributedDataParallel, x: Any, y: Any, options: Options, third: bool) -> Result:
+        """A step of the wrapped module; names are those of the wrapper's parameters."""
+        if options.input_at is not None:
+            options = replace(options, input_at=options.input_at.removeprefix("module."))
+        results: list[Result] = []
+
+        def passes(module: nn.Module, x: Any) -> tuple[list[nn.Parameter], list[Tensor]]:
+            r = run(module, self.loss_fn, x, y, options, third=third)
+            results.append(r)
+            return _to_add(module, r, self.scaler)
+
+        add_through(ddp, x, passes)
+        (r,) = results
+        return replace(
+            r,
+            grads=_prefixed(r.grads),
+            backprop_grads=r.backprop_grads and _prefixed(r.backprop_grads),
+            third_grads=r.third_grads and _prefixed(r.third_grads),
+        )
+
+
+def add_to_grad(model: nn.Module, r: Result, scaler: GradScaler | None = None) -> None:
+    """Adds r.grads to `p.grad` by autograd's own accumulation."""
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.autograd.backward(*_to_add(model, r, scaler))
+
+
+def _to_add(model: nn.Module, r: Result, scaler: GradScaler | None) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """Parameters, and what to add to their `p.grad`; half parameters' gradients are rounded stochastically."""
     named = dict(model.named_parameters())
     parameters = [named[name] for name in r.grads]
-    with torch.inference_mode(False), torch.enable_grad():
-        grads = [
-            g if g.dtype == p.dtype else round_stochastically(g, p.dtype)
-            for p, g in zip(parameters, r.grads.values(), strict=True)
-        ]
-        torch.autograd.backward(parameters, grads)
+    grads = [
+        g if g.dtype == p.dtype else round_stochastically(g, p.dtype)
+        for p, g in zip(parameters, scaled(list(r.grads.values()), scaler), strict=True)
+    ]
+    return parameters, grads
+
+
+def _prefixed(grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"module.{name}": g for name, g in grads.items()}

@@ -1,0 +1,141 @@
+"""Several ranks: over how many the gradients are averaged, and how they get through DistributedDataParallel.
+
+Each of R ranks computes a mean loss over its own n samples, and the ranks' gradients are averaged, by
+DistributedDataParallel or by hand. So training minimises l = mean over the ranks of their mean losses, in which a
+sample has the weight w = 1 / (R n): 1 / B, B counting the samples of all ranks, where the ranks have equally many. Pass
+3 is that of the same l. Its errors are w d_i, which come out of the rank's own mean loss and the averaging; it starts
+from dl/dx_i = w dl_i/dx_i, a rank's own dl/dx over R, with reduction="batch", and from dl_i/dx_i, n times a rank's own
+dl/dx, with reduction="sample" and with strength. No rank needs to know how many samples the others have, and nothing
+is communicated but the gradients.
+
+With batch_size=B every sample has the weight 1 / B instead, whatever the ranks and micro-batches that it is divided
+among: a rank then computes the gradient of R / B times the sum of its samples' losses.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+Pairs = tuple[Sequence[nn.Parameter], Sequence[Tensor]]
+
+
+def count_ranks(model: nn.Module, process_group: Any = None) -> int:
+    """The ranks whose gradients are averaged: of DistributedDataParallel's group, else of process_group, else all."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    sizes = {m.process_group.size() for m in model.modules() if isinstance(m, DistributedDataParallel)}
+    if len(sizes) > 1:
+        raise NotImplementedError(
+            f"the model has DistributedDataParallel modules over different numbers of ranks, {sorted(sizes)}: "
+            "wrap the whole model once"
+        )
+    size = sizes.pop() if sizes else dist.get_world_size(process_group)
+    if size < 1:
+        raise ValueError("this process is not a member of process_group, so that its gradients are averaged with none")
+    return size
+
+
+def check_parallel(model: nn.Module) -> None:
+    """Refuses models that are not computed by this process alone from whole parameters."""
+    if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+        raise NotImplementedError(
+            "the model is an nn.DataParallel over several devices, which runs it in threads: three passes do not see "
+            "what it computes there; use torch.nn.parallel.DistributedDataParallel"
+        )
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    instead = "use DistributedDataParallel, which keeps whole parameters on every rank"
+    fsdp, tensor = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("torch.distributed.tensor")
+    sharded = [name for name, p in model.named_parameters() if tensor is not None and isinstance(p, tensor.DTensor)]
+    if sharded:
+        raise NotImplementedError(
+            f"{len(sharded)} parameter(s) of the model are DTensors ({sharded[0]!r}, for example): three passes do not "
+            f"support parameters that are distributed over ranks (fully_shard, tensor parallelism); {instead}"
+        )
+    for module in model.modules():
+        if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+            raise NotImplementedError(f"three passes do not support FullyShardedDataParallel; {instead}")
+        if isinstance(module, nn.SyncBatchNorm) and module.training and dist.get_world_size(module.process_group) > 1:
+            raise NotImplementedError(
+                "SyncBatchNorm in training mode makes each rank's output depend on the samples of all ranks, and three "
+                "passes run on each rank alone: use BatchNorm without synchronisation, or call its eval()"
+            )
+        if isinstance(module, DistributedDataParallel):
+            _check_recorded(module)
+
+
+def _check_recorded(ddp: DistributedDataParallel) -> None:
+    """Passes that run through DistributedDataParallel's forward, because it is not the outermost module."""
+    for option in ("find_unused_parameters", "static_graph"):
+        if getattr(ddp, option):
+            raise NotImplementedError(
+                f"DistributedDataParallel({option}=True) is supported by ThreePass where it wraps the whole model; "
+                "three_pass, and models that have it inside, need it without that option (or pass its .module)"
+            )
+
+
+def add_through(ddp: DistributedDataParallel, x: Any, passes: Callable[[nn.Module, Any], Pairs]) -> None:
+    """Runs `passes(module, x)` in the place of the forward of the wrapped module, and adds their gradients to `p.grad`.
+
+    DistributedDataParallel learns in its forward which parameters take part, and averages gradients when their
+    accumulation in a backward pass is done. The three passes make a backward pass of their own, which it must not take
+    for that one. So they run as a whole inside its forward, after it has broadcast the buffers, and what it gets as the
+    output of the module is a zero that depends on the parameters; the backward pass of that zero yields the gradients.
+    Everything that it does in a training step (`no_sync`, `join`, find_unused_parameters, static_graph, communication
+    hooks) then works as in plain training.
+    """
+    _check_wrapper(ddp)
+    module = ddp.module
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:  # on the module's device: DistributedDataParallel moves x there
+        moved = args if isinstance(x, tuple) else kwargs if isinstance(x, Mapping) else args[0]
+        parameters, grads = passes(module, moved)
+        return _Carrier.apply(grads, *parameters)
+
+    with torch.inference_mode(False), torch.enable_grad():
+        ddp.module = _StandIn(module, forward)
+        try:
+            zero = ddp(*x) if isinstance(x, tuple) else ddp(**x) if isinstance(x, Mapping) else ddp(x)
+        finally:
+            ddp.module = module
+        zero.backward()
+
+
+def _check_wrapper(ddp: DistributedDataParallel) -> None:
+    if ddp.mixed_precision is not None:
+        raise NotImplementedError(
+            "DistributedDataParallel(mixed_precision=...) replaces parameters during the forward, which three passes "
+            "do not support: use torch.autocast"
+        )
+    if ddp._forward_hooks or ddp._backward_hooks or ddp._backward_pre_hooks:
+        raise NotImplementedError(
+            "the DistributedDataParallel module has forward or backward hooks of its own, which three passes do not "
+            "run: register them on model.module"
+        )
+
+
+class _StandIn(nn.Module):
+    """The parameters, buffers and children of a module, under their names, with another forward and no hooks."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Tensor]):
+        super().__init__()
+        self.forward = forward
+        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
+
+
+class _Carrier(torch.autograd.Function):
+    """A zero whose backward pass gives each parameter its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: Sequence[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.grads = grads
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, error: Tensor) -> Any:
+        return None, *ctx.grads
