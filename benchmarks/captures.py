@@ -1,0 +1,158 @@
+"""Captures of ten nets, each at several draws of weights and data: how often the check refuses a program, and its cost.
+
+    python benchmarks/captures.py --device cuda --size real --draws 5 --out results/bench/h200-captures.json
+
+A program refers to its parameters, so each net is traced and compiled once in every precision and mode, and checked
+again at other weights and other data: a check that refuses one of them is a false alarm, unless the program is wrong.
+For each check: the largest ratio of a compiled figure to what is allowed (1 is refused), and the sizes of both errors.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+warnings.simplefilter("ignore")
+
+from families import NETS, make, on  # noqa: E402
+from torch.utils._pytree import tree_flatten, tree_unflatten  # noqa: E402
+
+from threepass import check as checking  # noqa: E402
+from threepass.capture import capture  # noqa: E402
+from threepass.engine import run  # noqa: E402
+from threepass.errors import CaptureError  # noqa: E402
+from threepass.options import Options  # noqa: E402
+
+MODES = {"paper": Options(), "exact": Options(strength=0.1, mode="exact")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--size", choices=["tiny", "real"], default="tiny")
+    parser.add_argument("--draws", type=int, default=5)
+    parser.add_argument("--nets", default=",".join(NETS))
+    parser.add_argument("--precisions", default=None, help="of tf32, bf16, float32")
+    parser.add_argument("--processes", type=int, default=1, help="so many nets at a time")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    args.precisions = args.precisions or ("tf32,bf16" if args.device == "cuda" else "float32,bf16")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    rows = in_processes(args) if args.processes > 1 else in_process(args)
+    device = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    summary = {
+        "captures": sum(len(row["checks"]) for row in rows),
+        "refused": sum(not c["passed"] for row in rows for c in row["checks"]),
+        "failed": [row["net"] for row in rows if "failed" in row],
+    }
+    report = {"device": device, "torch": torch.__version__, "size": args.size, **summary, "rows": rows}
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(summary))
+
+
+def in_processes(args: argparse.Namespace) -> list[dict]:
+    """Nets side by side, each in a process of its own."""
+    todo, running, rows = args.nets.split(","), {}, []
+    while todo or running:
+        while todo and len(running) < args.processes:
+            net = todo.pop(0)
+            part = args.out.with_name(f"{args.out.stem}-{net}.part")
+            command = [sys.executable, __file__, "--device", args.device, "--size", args.size, "--draws"]
+            command += [str(args.draws), "--nets", net, "--precisions", args.precisions, "--out", str(part)]
+            running[net] = (subprocess.Popen(command, env=os.environ), part)
+        time.sleep(0.2)
+        for net, (process, part) in list(running.items()):
+            if process.poll() is not None:
+                del running[net]
+                found = json.loads(part.read_text())["rows"] if part.exists() else []
+                rows += found or [{"net": net, "checks": [], "failed": f"exit status {process.returncode}"}]
+                part.unlink(missing_ok=True)
+    return rows
+
+
+def in_process(args: argparse.Namespace) -> list[dict]:
+    rows = []
+    for net in args.nets.split(","):
+        for precision in args.precisions.split(","):
+            for mode in MODES:
+                rows.append(one(net, precision, mode, args))
+                print({k: v for k, v in rows[-1].items() if k != "checks"}, summary_of(rows[-1]), flush=True)
+    return rows
+
+
+def summary_of(row: dict) -> str:
+    return " ".join(f"{c['worst']:.2f}{'' if c['passed'] else ' REFUSED: ' + c['reason']}" for c in row["checks"])
+
+
+def one(net: str, precision: str, mode: str, args: argparse.Namespace) -> dict:
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    model, loss_fn, x, y = on(args.device, make(NETS[net], args.size))
+    flat, spec = tree_flatten((x, y))
+    options = MODES[mode]
+    weights = torch.tensor([options.back, options.third], device=args.device)
+    seed = torch.zeros((), dtype=torch.int32, device=args.device)
+
+    def step(weights, seed, *flat):
+        x, y = tree_unflatten(list(flat), spec)
+        with torch.autocast(args.device, torch.bfloat16, enabled=precision == "bf16"):
+            r = run(model, loss_fn, x, y, options, weights=(weights[0], weights[1]), seed=seed, warn=False)
+        return [*r.grads.values(), r.loss, r.input_loss, r.input_grad]
+
+    inputs = [weights, seed, *flat]
+    row: dict = {"net": net, "precision": precision, "mode": mode, "checks": []}
+    watch = Watch()
+    try:
+        with watch:
+            captured = capture(step, inputs, graph=False, weights=weights)
+    except CaptureError as error:
+        row["checks"].append(watch.figures | {"passed": False, "reason": str(error)})
+        return row
+    except Exception as error:  # a fault of the capture, not of the check
+        return row | {"failed": f"{type(error).__name__}: {str(error)[:400]}"}
+    row |= {"compile_seconds": captured.compile_seconds, "check_seconds": captured.check_seconds}
+    row["checks"].append(watch.figures | {"passed": True})
+    for draw in range(1, args.draws):
+        other, _, x, y = on(args.device, make(NETS[net], args.size, seed=draw))
+        model.load_state_dict(other.state_dict())
+        seed.fill_(draw)
+        program = captured.program
+        values = [*program.state, weights, seed, *tree_flatten((x, y))[0]]
+        try:
+            with watch:
+                checking.check(program.plain, captured.run, values, len(program.state))
+            row["checks"].append(watch.figures | {"passed": True})
+        except CaptureError as error:
+            row["checks"].append(watch.figures | {"passed": False, "reason": str(error)})
+    return row
+
+
+class Watch:
+    """Keeps the figures that a check compares."""
+
+    def __enter__(self) -> None:
+        self.figures, self._compare = {"worst": 0.0, "eager_error": 0.0, "compiled_error": 0.0}, checking.excesses
+        checking.excesses = self._seen
+
+    def __exit__(self, *_) -> None:
+        checking.excesses = self._compare
+
+    def _seen(self, ours, theirs, *rest):
+        found = list(self._compare(ours, theirs, *rest))
+        self.figures["worst"] = max([self.figures["worst"], *(excess for excess, *_ in found)])
+        for name, each in (("eager_error", ours), ("compiled_error", theirs)):
+            known = [f.error for f, e in zip(each, ours, strict=True) if e.error < 0.5 and math.isfinite(f.error)]
+            self.figures[name] = max([self.figures[name], *known])
+        return found
+
+
+if __name__ == "__main__":
+    main()
