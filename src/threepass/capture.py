@@ -21,30 +21,21 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from . import passes
 from .check import check
-from .errors import CaptureError, UncheckedWarning
+from .errors import UncheckedWarning
 from .functional import functional
 from .randomness import seed_draws
+from .rewrites import dense_before_scatter, reshape_instead_of_view
+from .tracing import in_trace
 
 WARM_UP = 3  # runs before a CUDA graph is recorded
 Fn = Callable[..., Sequence[Tensor]]
 
 _aten = torch.ops.aten
 _VIEWS = {_aten.detach.default, _aten.alias.default}
-_VALUES = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default}
-
-
-class _ValuesUnread(TorchDispatchMode):
-    """In a trace, a number read out of a tensor would stay what it was: refuses it."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in _VALUES:
-            raise CaptureError(f"a number is read out of a tensor ({func}), which may be another one at the next call")
-        return func(*args, **(kwargs or {}))
 
 
 class Program:
@@ -68,7 +59,7 @@ def trace(fn: Fn, inputs: Sequence[Tensor], kernels: bool = True) -> Program:
     """
 
     def watched(*inputs: Tensor) -> Sequence[Tensor]:
-        with _ValuesUnread():
+        with in_trace():
             return fn(*inputs)
 
     graph = make_fx(watched)(*inputs)
@@ -83,6 +74,8 @@ def trace(fn: Fn, inputs: Sequence[Tensor], kernels: bool = True) -> Program:
     plain.graph.output(plain.graph.graph_copy(graph.graph, {}))
     plain.recompile()
     passes.apply(graph, kernels)
+    dense_before_scatter(graph.graph)
+    reshape_instead_of_view(graph.graph)
     graph.graph.lint()
     graph.recompile()
     return Program(graph, plain, state, draws)

@@ -14,12 +14,15 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .rewrites import reshape_instead_of_view
+
 _aten = torch.ops.aten
 
 
 def functional(graph: GraphModule, inputs: Sequence[Tensor]) -> GraphModule:
     """The graph with its writes to tensors replaced by new values, and one `copy_` for each input that it changes."""
     declare_statistics(graph.graph)
+    reshape_instead_of_view(graph.graph)  # fake tensors may have other strides than the traced ones had
     graph.graph.eliminate_dead_code()
     graph.recompile()
     values = torch.func.functionalize(lambda *inputs: graph(*inputs), remove="mutations")

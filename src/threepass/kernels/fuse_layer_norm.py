@@ -100,13 +100,9 @@ class _Norm:
 
 def fuse_layer_norms(graph: Graph) -> None:
     fixed = any(node.target is _aten.as_strided.default for node in graph.nodes)
-    moved = False
     for node in list(graph.nodes):
         if node.target is _mul and (norm := _norm_at(node, fixed)) is not None:
-            moved = _fuse(graph, norm, node) or moved
-    for node in graph.nodes if moved else ():
-        if node.target is _view:  # it was possible in the strides that were
-            node.target = _aten.reshape.default
+            _fuse(graph, norm, node)
 
 
 def _norm_at(t_hat: Any, fixed: bool) -> _Norm | None:
@@ -260,27 +256,25 @@ def _find_mix(norm: _Norm) -> None:
             norm.m.append(mix)
 
 
-def _fuse(graph: Graph, norm: _Norm, t_hat: Any) -> bool:
-    """Puts the call before t̂, and exact mode's; whether a signal has other strides than it had."""
+def _fuse(graph: Graph, norm: _Norm, t_hat: Any) -> None:
+    """Puts the call before t̂, and exact mode's."""
     bend = None if norm.bend is None else _put_bend(graph, norm, norm.bend)
     parts, later = _parts(norm, t_hat)
-    given = (*parts, norm.a, norm.d)
-    signals = [None if z is None else _dense(graph, z) for z in given]
+    signals = [None if z is None else _dense(graph, z) for z in (*parts, norm.a, norm.d)]
     seed = norm.m[0].args[3] if norm.m else None
     options = (norm.eps, value_of(norm.t_u[0]).dtype, seed, bool(norm.m), bool(later))
     with graph.inserting_before(t_hat):
         arguments = (*signals, norm.weight, norm.bias, norm.ratio, *options)
         norms = call(graph, torch.ops.threepass.layer_norm_tangent.default, arguments)
         t_u, m, g, t = (call(graph, operator.getitem, (norms, i)) for i in range(4))
-    moved = signals != list(given) or not all(value_of(z).is_contiguous() for z in (norm.t, *norm.t_u, *norm.m))
     for new, nodes in ((t_u, norm.t_u), (m, norm.m)):
         for node in nodes:
             _pass_on(node, new, list(node.users))
     _pass_on_sums(graph, g, norm.g_w, norm.g_b)
     _pass_on(norm.t, t, later)
     for z in () if bend is None else bend.args[:5]:
-        moved = (z is not None and _dense(graph, z) is not z) or moved
-    return moved or (norm.bend is not None and not all(value_of(z).is_contiguous() for z in norm.bend.bent))
+        if z is not None:
+            _dense(graph, z)
 
 
 def _put_bend(graph: Graph, norm: _Norm, bend: _Bend) -> Node:
