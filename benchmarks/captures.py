@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 warnings.simplefilter("ignore")
 
 from families import NETS, make, on  # noqa: E402
-from torch.utils._pytree import tree_flatten, tree_unflatten  # noqa: E402
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten  # noqa: E402
 
 from threepass import check as checking  # noqa: E402
 from threepass.capture import capture  # noqa: E402
@@ -105,7 +105,7 @@ def one(net: str, precision: str, mode: str, args: argparse.Namespace) -> dict:
         x, y = tree_unflatten(list(flat), spec)
         with torch.autocast(args.device, torch.bfloat16, enabled=precision == "bf16"):
             r = run(model, loss_fn, x, y, options, weights=(weights[0], weights[1]), seed=seed, warn=False)
-        return [*r.grads.values(), r.loss, r.input_loss, r.input_grad]
+        return [*r.grads.values(), r.loss, r.input_loss, *(z for z in tree_leaves(r.input_grad) if z is not None)]
 
     inputs = [weights, seed, *flat]
     row: dict = {"net": net, "precision": precision, "mode": mode, "checks": []}

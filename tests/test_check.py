@@ -1,4 +1,4 @@
-"""The check of compiled steps: sabotaged programs are refused in every precision, and rounding is not taken for error."""
+"""The check of compiled steps: sabotaged programs are refused in every precision, and rounding is not an error."""
 
 import math
 
@@ -102,8 +102,9 @@ SABOTAGES = {
 }
 
 
-@pytest.mark.parametrize("mode", ["paper", "exact"])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("precision", "mode"), [*((each, "paper") for each in PRECISIONS), ("float32", "exact"), ("bf16 autocast", "exact")]
+)
 @pytest.mark.parametrize("name", SABOTAGES)
 def test_sabotaged_programs_are_refused(name, precision, mode, monkeypatch):
     problem = Problem(precision, mode=mode)
@@ -112,7 +113,7 @@ def test_sabotaged_programs_are_refused(name, precision, mode, monkeypatch):
         return lambda values: SABOTAGES[name](program, values, problem)
 
     monkeypatch.setattr("threepass.capture._compiled", sabotaged)
-    with pytest.raises(CaptureError, match="is wrong in|is not finite"):
+    with pytest.raises(CaptureError, match=r"is wrong in|is not finite"):
         problem.capture()
 
 
@@ -134,7 +135,7 @@ def test_rewritten_graphs_pass_for_many_weights(name, precision, mode):
     make, shape = NETS[name]
     problem = Problem(precision, make, shape, mode)
     program = trace(problem, problem.inputs)
-    for seed in range(4):
+    for seed in range(3):
         torch.manual_seed(seed)
         with torch.no_grad():
             for p in problem.model.parameters():
@@ -148,19 +149,19 @@ def test_rewritten_graphs_pass_for_many_weights(name, precision, mode):
 def test_a_compiled_step_with_dropout_passes(precision):
     captured = Problem(precision).capture()
     assert captured.program.draws
-    assert 0 < captured.check_seconds
+    assert captured.check_seconds > 0
 
 
 def test_the_check_changes_nothing():
     problem = Problem("float32")
     before = {name: z.clone() for name, z in problem.model.state_dict().items()}
-    state = torch.get_rng_state()
     program = trace(problem, problem.inputs)
     problem.model.load_state_dict(before)
     values = [*program.state, *problem.inputs]
+    drawn = torch.get_rng_state()
     check(program.plain, lambda values: program.graph(*values), values, len(program.state))
     assert all(torch.equal(z, before[name]) for name, z in problem.model.state_dict().items())
-    del state
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 def test_figures_of_an_output():
@@ -169,7 +170,7 @@ def test_figures_of_an_output():
     assert found.error == pytest.approx(0.1)
     assert found.slope == pytest.approx(0.1)
     assert found.row == pytest.approx(0.1 * math.sqrt(2))
-    across = figures(reference + torch.tensor([[-0.4, 0.3], [0.0, 0.0]]), reference, 0.0)
+    across = figures(reference + torch.tensor([[-0.4, 0.3], [0.0, 0.0]], dtype=torch.float64), reference, 0.0)
     assert across.error == pytest.approx(0.1)
     assert across.slope == pytest.approx(0.0, abs=1e-12)
     assert figures(reference, torch.zeros_like(reference), 50.0).error == pytest.approx(0.1)
@@ -186,6 +187,7 @@ def test_errors_of_the_size_of_the_eager_ones_pass():
 
     def noisy(size):
         def run_(values):
+            torch.manual_seed(0)  # the same noise in every run, as a compiled program rounds
             outputs = program.graph(*values)
             return [z * (1 + size * torch.randn_like(z)) if z.dim() > 1 else z for z in outputs]
 

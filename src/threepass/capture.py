@@ -72,6 +72,7 @@ def trace(fn: Fn, inputs: Sequence[Tensor], kernels: bool = True) -> Program:
     graph.recompile()
     plain = GraphModule({}, Graph())
     plain.graph.output(plain.graph.graph_copy(graph.graph, {}))
+    reshape_instead_of_view(plain.graph)
     plain.recompile()
     passes.apply(graph, kernels)
     dense_before_scatter(graph.graph)
@@ -218,7 +219,12 @@ def _compiled(program: Program, inputs: Sequence[Tensor]) -> Callable[..., Any]:
     _introduce({n.target for n in program.graph.graph.nodes if passes.is_ours(n)})
     # Combined: a step has dozens of small kernels that do not depend on each other, a microsecond or two each.
     combined = any(z.is_cuda for z in inputs)
-    with torch.no_grad(), config.patch(post_grad_custom_pre_pass=Share(), combo_kernels=combined):
+    with (
+        torch.no_grad(),
+        config.patch(post_grad_custom_pre_pass=Share(), combo_kernels=combined),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # the user's choice
         run: Any = compile_fx(program.graph, [*program.state, *inputs])
     return lambda values: run(*values)
 

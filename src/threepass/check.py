@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter
+from torch.fx import GraphModule, Interpreter, Node, map_arg
 from torch.utils._pytree import tree_map
 
 from .errors import CaptureError
@@ -203,32 +203,31 @@ def _norm(tensors: Sequence[Tensor]) -> float:
 
 
 class InDouble(Interpreter):
-    """Runs a graph with every floating-point value in float64. An operation that has no float64 (fused attention) runs
-    as it is, on rounded operands."""
+    """Runs a graph with every floating-point value in float64.
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is _ours.round.default:
-            return args[0]
-        node = self.env_node
-        if target is not _aten.view.dtype:
+    An operation that has no float64 (fused attention, a kernel of our own) runs as it is, on rounded operands.
+    """
+
+    def run_node(self, node: Node) -> Any:
+        if node.op != "call_function":
+            return super().run_node(node)
+        if node.target is _ours.round.default:
+            return self.env[node.args[0]]
+        if node.target is not _aten.view.dtype:
+            args, kwargs = tree_map(_in_double, self.fetch_args_kwargs_from_env(node))
+            if node.target in _HALF_TO_FLOAT:
+                args = (*args[:2], False)
             try:
-                return self._call(target, *tree_map(_in_double, (args, kwargs)))
-            except (RuntimeError, NotImplementedError):
+                return node.target(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # whatever a library raises for an unknown format
                 pass
-        values = torch.fx.map_arg((node.args, node.kwargs), lambda n: _like(self.env[n], n.meta.get("val")))
-        return tree_map(_wide_if_tensor, self._call(target, *values))
-
-    def _call(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target in _HALF_TO_FLOAT:
-            args = (*args[:2], False)
-        return target(*args, **kwargs)
-
-    def run_node(self, n):
-        self.env_node = n
-        return super().run_node(n)
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: _like(self.env[n], n.meta.get("val")))
+        return tree_map(_wide_if_tensor, node.target(*args, **kwargs))
 
 
-_HALF_TO_FLOAT = (_aten._softmax.default, _aten._log_softmax.default)
+_HALF_TO_FLOAT = (_aten._softmax.default, _aten._log_softmax.default)  # their last argument is for half formats
 
 
 def _in_double(z: Any) -> Any:

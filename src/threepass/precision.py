@@ -51,6 +51,14 @@ def round_stochastically(z: Tensor, dtype: torch.dtype, seed: Tensor | int = 0) 
     return torch.where(torch.isfinite(z), rounded, z).to(dtype)
 
 
+def seed_of(step: int, place: int) -> int:
+    """A seed for the rounding of one tensor at one step: 32 bits, as a signed number."""
+    h = (step * 0x9E3779B1 + (place + 1) * 0x85EBCA6B) & 0xFFFFFFFF
+    h = ((h ^ (h >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
+    h ^= h >> 15
+    return h - 2**32 if h >= 2**31 else h
+
+
 def _noise(z: Tensor, seed: Tensor | int) -> Tensor:
     """Uniform in [0, 1): 24 bits of the hash."""
     return ((_hash(z, seed) >> 8) & 0xFFFFFF).to(torch.float32) / 2**24

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .compiled import CompiledSteps
 from .engine import Result, run
 from .options import Options
-from .precision import round_stochastically
+from .precision import round_stochastically, seed_of
 from .ranks import add_through, count_ranks
 from .scaler import scaled
 
@@ -84,7 +84,7 @@ class ThreePass:
             r = self._through_ddp(self.model, x, y, options, third)
         elif r is None:
             r = run(self.model, self.loss_fn, x, y, options, third=third)
-            add_to_grad(self.model, r, self.scaler)
+            add_to_grad(self.model, r, self.scaler, self.calls)
         self.calls += 1
         return r
 
@@ -110,7 +110,7 @@ class ThreePass:
         def passes(module: nn.Module, x: Any) -> tuple[list[nn.Parameter], list[Tensor]]:
             r = run(module, self.loss_fn, x, y, options, third=third)
             results.append(r)
-            return _to_add(module, r, self.scaler)
+            return _to_add(module, r, self.scaler, self.calls)
 
         add_through(ddp, x, passes)
         (r,) = results
@@ -122,19 +122,21 @@ class ThreePass:
         )
 
 
-def add_to_grad(model: nn.Module, r: Result, scaler: GradScaler | None = None) -> None:
-    """Adds r.grads to `p.grad` by autograd's own accumulation."""
+def add_to_grad(model: nn.Module, r: Result, scaler: GradScaler | None = None, calls: int = 0) -> None:
+    """Adds r.grads to `p.grad` by autograd's own accumulation; rounding differs from call to call."""
     with torch.inference_mode(False), torch.enable_grad():
-        torch.autograd.backward(*_to_add(model, r, scaler))
+        torch.autograd.backward(*_to_add(model, r, scaler, calls))
 
 
-def _to_add(model: nn.Module, r: Result, scaler: GradScaler | None) -> tuple[list[nn.Parameter], list[Tensor]]:
+def _to_add(
+    model: nn.Module, r: Result, scaler: GradScaler | None, calls: int
+) -> tuple[list[nn.Parameter], list[Tensor]]:
     """Parameters, and what to add to their `p.grad`; half parameters' gradients are rounded stochastically."""
     named = dict(model.named_parameters())
     parameters = [named[name] for name in r.grads]
     grads = [
-        g if g.dtype == p.dtype else round_stochastically(g, p.dtype)
-        for p, g in zip(parameters, scaled(list(r.grads.values()), scaler), strict=True)
+        g if g.dtype == p.dtype else round_stochastically(g, p.dtype, seed_of(calls, i))
+        for i, (p, g) in enumerate(zip(parameters, scaled(list(r.grads.values()), scaler), strict=True))
     ]
     return parameters, grads
 

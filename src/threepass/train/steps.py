@@ -42,7 +42,7 @@ class Steps:
         with in_precision(self.config, self.device):
             options, third = self.schedule.options(position), self.schedule.third(position)
             r = three_passes(self.model, self.loss_fn, x, y, options, third=third)
-        add_to_grad(self.model, r)
+        add_to_grad(self.model, r, calls=position)
         if self.config.update == "batch":
             self.update(position)
         self.sums += summed(r, y)
