@@ -6,9 +6,7 @@ import warnings
 import pytest
 import torch
 from close import assert_close
-from families import FAMILIES, NETS, in_float64, make
-from torch import nn
-from torch.nn import functional as F
+from families import FAMILIES, in_float64, make
 from torch.utils._pytree import tree_leaves
 
 import threepass

@@ -1,0 +1,119 @@
+"""Random numbers of captured steps: from the seed alone, of the right distribution; rounding has no standing bias."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from threepass.capture import trace
+from threepass.engine import run
+from threepass.errors import CaptureError
+from threepass.options import Options
+from threepass.precision import round_stochastically, seed_of
+from threepass.randomness import normal, seeds_op, uniform
+
+
+def seed(value):
+    return torch.tensor(value, dtype=torch.int32)
+
+
+def test_uniform_and_normal_numbers():
+    u = torch.stack([uniform([20_000], seed(i)) for i in (0, 1, 2, 12345, -7)]).double()
+    assert 0 < u.min() < u.max() < 1
+    assert (u.mean(1) - 0.5).abs().max() < 5 / (12 * u.shape[1]) ** 0.5
+    counts = torch.histc(u[3], 20, 0, 1)
+    assert ((counts - 1000).square() / 1000).sum() < 60  # chi squared, 19 degrees of freedom
+    between = torch.corrcoef(u) - torch.eye(5)
+    assert between.abs().max() < 0.04  # other seeds, other numbers
+    along = torch.corrcoef(torch.stack([u[0, :-1], u[0, 1:]]))[0, 1]
+    assert abs(along) < 0.04
+    n = normal([20_000], seed(3)).double()
+    assert abs(n.mean()) < 0.03
+    assert abs(n.std() - 1) < 0.03
+    assert abs((n**4).mean() - 3) < 0.4
+
+
+def test_seeds_of_a_step_do_not_collide():
+    found = torch.cat([seeds_op(seed(step), 200) for step in range(200)])
+    assert len(found.unique()) > 0.9999 * len(found)
+    assert len({seed_of(step, place) for step in range(200) for place in range(200)}) > 0.9999 * 40_000
+
+
+class Noisy(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.a, self.b, self.draw = nn.Linear(6, 400), nn.Linear(400, 5), draw
+
+    def forward(self, x):
+        return self.b(self.draw(self.a(x)))
+
+
+DRAWS = {
+    "dropout": lambda z: F.dropout(z, 0.3),
+    "feature dropout": lambda z: F.dropout1d(z.unsqueeze(0), 0.3).squeeze(0),
+    "noise": lambda z: z + torch.randn_like(z),
+    "uniform noise": lambda z: z * torch.rand_like(z),
+    "new noise": lambda z: z + torch.randn(z.shape, dtype=z.dtype) + torch.rand(z.shape[1], dtype=z.dtype),
+    "in place": lambda z: z + torch.empty_like(z).normal_(0, 0.1) + torch.empty_like(z).uniform_(-1, 1),
+    "gumbel": lambda z: F.gumbel_softmax(z, hard=False),
+    "permutation": lambda z: z[torch.randperm(len(z))] + torch.randint(3, (len(z), 1)),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_the_seed_alone_decides(name):
+    torch.manual_seed(0)
+    model = Noisy(DRAWS[name]).double()
+
+    def step(weights, seed, x, y):
+        r = run(model, F.cross_entropy, x, y, Options(), weights=(weights[0], weights[1]), seed=seed)
+        return [*r.grads.values(), r.loss]
+
+    weights, x, y = torch.tensor([0.1, 0.9]).double(), torch.randn(4, 6).double(), torch.randint(5, (4,))
+    program = trace(step, [weights, seed(1), x, y])
+    assert program.draws
+    state = torch.get_rng_state()
+    first, again, other = (program(weights, seed(i), x, y) for i in (1, 1, 2))
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(map(torch.equal, first, again))
+    assert not torch.equal(first[0], other[0])
+
+
+def test_dropout_keeps_the_part_that_it_is_told_to():
+    model = nn.Sequential(nn.Dropout(0.3), nn.Linear(1000, 3)).double()
+
+    def step(weights, seed, x, y):
+        r = run(model, lambda out, y: out.sum(), x, y, Options(), weights=(weights[0], weights[1]), seed=seed)
+        return [r.input_grad]
+
+    x = torch.ones(50, 1000).double()
+    program = trace(step, [torch.tensor([0.1, 0.9]).double(), seed(0), x, x])
+    (grad,) = program(torch.tensor([0.1, 0.9]).double(), seed(9), x, x)
+    kept = (grad != 0).double()
+    assert abs(kept.mean() - 0.7) < 4 * (0.21 / kept.numel()) ** 0.5
+    assert (kept.mean(0) - 0.7).abs().max() < 0.35  # no place is always open or closed
+    torch.testing.assert_close(
+        grad[kept == 1].abs().mean(), (model[1].weight.sum(0).abs() / 0.7).mean(), rtol=0.1, atol=0
+    )
+
+
+def test_what_cannot_be_repeated_is_refused():
+    model = Noisy(lambda z: z + torch.poisson(torch.ones_like(z)))
+
+    def step(weights, seed, x, y):
+        return list(
+            run(model, F.cross_entropy, x, y, Options(), weights=(weights[0], weights[1]), seed=seed).grads.values()
+        )
+
+    with pytest.raises(CaptureError, match=r"aten\.poisson.*pass them in x or y"):
+        trace(step, [torch.tensor([0.1, 0.9]), seed(0), torch.randn(4, 6), torch.randint(5, (4,))])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_same_gradient_is_not_rounded_the_same_way_at_every_step(dtype):
+    """Over steps the mean of one number's roundings is the number: no standing bias."""
+    z = torch.rand(64, generator=torch.Generator().manual_seed(0)) + 1
+    rounded = torch.stack([round_stochastically(z, dtype, seed_of(step, 0)).double() for step in range(2000)])
+    spacing = torch.finfo(dtype).eps
+    assert (rounded.mean(0) - z).abs().max() < 5 * 0.5 * spacing / 2000**0.5
+    assert (rounded - z).abs().max() < spacing
