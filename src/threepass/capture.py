@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_map_only
 
 from . import passes
 from .errors import CaptureError
-from .heap import keep_freed_memory
 from .precision import HALF
 
 WARM_UP = 3  # runs before a CUDA graph is recorded
@@ -155,8 +154,6 @@ def capture(
     """
     started = time.perf_counter()
     on_gpu = any(z.is_cuda for z in inputs)
-    if not on_gpu:
-        keep_freed_memory()
     inputs = [z.detach().clone() for z in inputs]  # fn may write to them, and one given twice is two inputs
     with _on_device_of(inputs):
         with restore():
