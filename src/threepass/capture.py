@@ -113,6 +113,7 @@ class Captured:
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
         self.graph: CudaGraph | None = None
+        self.check_seconds = 0.0  # of compile_seconds
 
     @property
     def graph_bytes(self) -> int | None:
@@ -123,11 +124,16 @@ class Captured:
         with torch.no_grad():
             return list(self.run([*self.program.state, *inputs]))
 
-    def record(self, inputs: Sequence[Tensor], restore: Callable[[], Any] = contextlib.nullcontext) -> None:
-        """Makes the CUDA graph; `restore` puts back what the function writes to while it warms up."""
+    def record(
+        self, inputs: Sequence[Tensor], restore: Callable[[], Any] = contextlib.nullcontext, pool: Any = None
+    ) -> None:
+        """Makes the CUDA graph; `restore` puts back what the function writes to while it warms up.
+
+        pool: memory shared with graphs that never run at the same time.
+        """
         self.inputs = [z.clone() for z in inputs]
         with _on_device_of(inputs):
-            self.graph = CudaGraph(lambda: self.ungraphed(*self.inputs), restore)
+            self.graph = CudaGraph(lambda: self.ungraphed(*self.inputs), restore, pool)
         self.outputs = self.graph.outputs
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
@@ -146,11 +152,13 @@ def capture(
     graph: bool | None = None,
     restore: Callable[[], Any] = contextlib.nullcontext,
     kernels: bool = True,
+    pool: Any = None,
 ) -> Captured:
     """Traces and compiles fn for inputs of these shapes.
 
     graph: replay it as a CUDA graph; default: if the inputs are on a GPU. restore: a context that puts back what fn
     writes to (buffers), because tracing and warming up run it. kernels=False: the framework's kernels alone.
+    pool: of a CUDA graph with which this one shares its memory, because the two never run at the same time.
     """
     started = time.perf_counter()
     on_gpu = any(z.is_cuda for z in inputs)
@@ -167,7 +175,7 @@ def capture(
             _check(program, captured.ungraphed(*(z.clone() for z in inputs)))
         captured.compile_seconds = time.perf_counter() - started
         if on_gpu if graph is None else graph:
-            captured.record(inputs, restore)
+            captured.record(inputs, restore, pool)
     return captured
 
 

@@ -10,6 +10,7 @@ from .compiled import CompiledSteps
 from .engine import Result, run
 from .options import Options
 from .precision import round_stochastically
+from .programs import check_compile
 
 
 class ThreePass:
@@ -26,8 +27,9 @@ class ThreePass:
     compile=True captures the whole step, compiles it, and replays it as a CUDA graph on a GPU: the same numbers to
     rounding, faster. `r.grads` are then in the parameters' formats, may be the very tensors in `p.grad`, and on a GPU
     lie, as `r.input_grad` does, in memory that the next call overwrites: clone what you keep. Hooks on parameters fire;
-    those on autograd's nodes do not. `step.compiled.compile_seconds` and `.graph_bytes` say what it costs,
-    `step.compiled.reset()` starts again.
+    those on autograd's nodes do not. A step that cannot be captured runs eagerly, and a warning says why and what that
+    costs; with compile="require" it is an error. `print(step.compiled)` lists the captured programs,
+    `step.compiled.compile_seconds` and `.graph_bytes` say what they cost, `step.compiled.reset()` starts again.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class ThreePass:
         batch_size: int | None = None,
         separate: bool = False,
         every: int = 1,
-        compile: bool = False,
+        compile: bool | str = False,
     ):
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a positive whole number, got {every!r}")
@@ -54,15 +56,19 @@ class ThreePass:
         }  # fmt: skip
         self.calls = 0
         Options(self.alpha(0), **self.options)
-        self.compiled = CompiledSteps(model, loss_fn) if compile else None
+        check_compile(compile)
+        self.compiled = CompiledSteps(model, loss_fn, required=compile == "require") if compile else None
 
     def __call__(self, x: Any, y: Any) -> Result:
         options = Options(self.alpha(self.calls), **self.options)
         third = self.calls % self.every == 0
-        r = None if self.compiled is None else self.compiled(x, y, options, third)
-        if r is None:
+
+        def eager() -> Result:
             r = run(self.model, self.loss_fn, x, y, options, third=third)
             add_to_grad(self.model, r)
+            return r
+
+        r = eager() if self.compiled is None else self.compiled(x, y, options, third, eager)
         self.calls += 1
         return r
 
