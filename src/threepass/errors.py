@@ -4,7 +4,7 @@ import sys
 import warnings
 from dataclasses import dataclass
 
-_INTERNAL = ("threepass", "torch", "contextlib")
+_INTERNAL = ("threepass", "torch", "contextlib", "")  # code that PyTorch generates is in no module
 
 
 @dataclass(frozen=True)

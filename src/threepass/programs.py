@@ -84,10 +84,15 @@ class Programs(Generic[P]):
         self._due: CaptureError | None = None
 
     def __len__(self) -> int:
-        return sum(entry.program is not None for entry in self._entries.values())
+        return len(self.entries)
 
     def __iter__(self) -> Iterator[P]:
-        return (entry.program for entry in self._entries.values() if entry.program is not None)
+        return (entry.program for entry in self.entries if entry.program is not None)
+
+    @property
+    def entries(self) -> list[Entry[P]]:
+        """Of the programs, the least recently used first."""
+        return [entry for entry in self._entries.values() if entry.program is not None]
 
     def reset(self) -> None:
         """Forgets everything: each signature is captured anew."""
@@ -157,7 +162,7 @@ class Programs(Generic[P]):
 
     def _has_room(self, entry: Entry[P]) -> bool:
         """Makes room for a program, if it may take another one's place."""
-        captured = [e for e in self._entries.values() if e.program is not None]
+        captured = self.entries
         if not any(e.key.state == entry.key.state for e in captured):
             for other in captured:
                 other.uses_since_change = 0
@@ -253,9 +258,7 @@ class Programs(Generic[P]):
         """A line for each program: how often it was used, what capturing it took, and for which inputs it is."""
         waiting = len(self._entries) - len(self)
         lines = [f"{len(self)} of at most {self.max_programs} programs; {waiting} other signatures ran eagerly"]
-        lines += [
-            f"{e.uses:8d} uses  {e.seconds:6.1f} s  {e.label}" for e in self._entries.values() if e.program is not None
-        ]
+        lines += [f"{e.uses:8d} uses  {e.seconds:6.1f} s  {e.label}" for e in self.entries]
         return "\n".join(lines)
 
 
