@@ -103,7 +103,7 @@ def test_states_that_never_come_again_stop_being_captured():
     for i in range(10):
         table.watched.items = {"model.p": (float, float(i).hex())}
         done += table.calls("a")
-    assert done == "ccccceeeee"[:4] + "eeeeee"
+    assert done == "cccceeeeee"
     with pytest.warns(threepass.UncompiledWarning, match=r"keeps changing between calls, in model.p \(3.0, then 4.0\)"):
         table.programs.eagerly(lambda: None, CPU)
     assert table.calls("aaa") == "crr"  # it came again
@@ -126,7 +126,7 @@ def test_failures_are_not_tried_for_ever():
 def test_required_programs_are_an_error_where_they_cannot_be():
     table = Table(required=True, max_programs=1)
     assert table.calls("aab") == "cre"  # put off, not refused
-    with pytest.raises(CaptureError, match='compile="require".*already captured 1 signatures.*Pad or bucket'):
+    with pytest.raises(CaptureError, match=r'compile="require".*already captured 1 signatures.*Pad or bucket'):
         table.calls("b")
 
 
@@ -211,6 +211,7 @@ def test_other_warnings_point_at_the_users_line_too(compile, traced_only):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         step(torch.randn(5, 4), torch.randint(3, (5,)))
+    seen = [w for w in seen if w.category is not DeprecationWarning]  # of PyTorch itself
     assert {w.category for w in seen} == {threepass.NormalizationWarning, threepass.LeftOutWarning}
     assert {w.filename for w in seen} == {__file__}
 
@@ -218,7 +219,7 @@ def test_other_warnings_point_at_the_users_line_too(compile, traced_only):
 def test_require_raises_and_nothing_else_happens():
     model = Branching(4, 3)
     step = threepass.ThreePass(model, F.cross_entropy, compile="require")
-    with pytest.raises(threepass.CaptureError, match='compile="require": this step cannot run .* because ') as raised:
+    with pytest.raises(threepass.CaptureError, match=r'compile="require": this step cannot run .* because ') as raised:
         step(torch.randn(5, 4), torch.randint(3, (5,)))
     assert isinstance(raised.value, RuntimeError)
     assert raised.value.__cause__ is not None
