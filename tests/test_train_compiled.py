@@ -12,8 +12,9 @@ import torch
 from test_train import data, net, simple, without_times
 from torch import nn
 
-from threepass import UncompiledWarning, capture
-from threepass.cli import main
+from threepass import CaptureError, UncompiledWarning, capture
+from threepass.cli import main, parse
+from threepass.train.config import Config
 from threepass.train.data import DataSet, Split
 from threepass.train.loop import fit
 from threepass.train.recorder import Recorder
@@ -136,7 +137,11 @@ class Replacing(Branching):
 
 @pytest.mark.parametrize(
     ("make", "reason"),
-    [(Branching, "Error"), (hooked, "has a hook on its gradient"), (Replacing, "replaces a buffer by another tensor")],
+    [
+        (Branching, "a number is read out of a tensor"),
+        (hooked, "has a hook on its gradient"),
+        (Replacing, "replaces a buffer by another tensor"),
+    ],
 )
 @pytest.mark.parametrize("update", ["batch", "epoch"])
 def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(make, reason, update, traced):
@@ -145,6 +150,75 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(make, reason, upd
         got = fit(make().double(), in_double(), compile=True, **settings)
     assert len([w for w in seen if w.category is UncompiledWarning]) == 1
     assert_same_run(got, fit(make().double(), in_double(), **settings), 1e-10)
+
+
+class Turned(nn.Module):
+    """Has something of everything that people turn while they train."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.temperature = normed(), 1.0
+        self.register_buffer("offset", torch.zeros(3))
+
+    def forward(self, x):
+        return self.net(x) / self.temperature + self.offset
+
+
+TURNS = {
+    "freezing a layer": lambda m: m.net[0].requires_grad_(False),
+    "freezing and thawing": lambda m: m.net[0].requires_grad_(not m.net[0].weight.requires_grad),
+    "a hook on a module": lambda m: m.net[2].register_forward_hook(lambda module, args, out: out * 0.5),
+    "another buffer": lambda m: setattr(m, "offset", m.offset + 0.3),
+    "a number": lambda m: setattr(m, "temperature", m.temperature * 2),
+    "a layer in eval mode": lambda m: m.net[1].eval(),
+    "a parameter's data": lambda m: setattr(m.net[4].weight, "data", m.net[4].weight.data * 0.5),
+    "another module": lambda m: setattr(m.net, "2", nn.Tanh()),
+}
+
+
+@pytest.mark.parametrize("update", ["batch", "epoch"])
+@pytest.mark.parametrize("name", TURNS)
+def test_what_changes_between_steps_is_noticed(name, update, traced):
+    def run(compile):
+        model = Turned().double()
+
+        def turn(epoch, done):
+            if done == 2:
+                TURNS[name](model)
+
+        common = {"epochs": 3, "batch_size": 16, "lr": 0.05, "weight_decay": 1e-3, "update": update}
+        return fit(model, in_double(), compile=compile, after_step=turn, **common)
+
+    assert_same_run(run("require"), run(False), 1e-10)
+
+
+def test_a_hook_on_a_parameter_makes_later_steps_eager(traced):
+    def run(compile):
+        model = normed().double()
+
+        def turn(epoch, done):
+            if (epoch, done) == (0, 2):
+                model[0].weight.register_hook(lambda g: g * 0.5)
+
+        return fit(model, in_double(), compile=compile, after_step=turn, epochs=2, batch_size=16)
+
+    with pytest.warns(UncompiledWarning, match="a parameter has a hook on its gradient") as seen:
+        got = run(True)
+    assert [w.filename for w in seen if w.category is UncompiledWarning] == [__file__]
+    assert_same_run(got, run(False), 1e-10)
+    with pytest.raises(CaptureError, match="a parameter has a hook on its gradient"):
+        run("require")
+
+
+def test_compile_on_the_command_line():
+    values = [parse(["train", *words])[1]["config"].compile for words in ([], ["--compile"], ["--compile", "require"])]
+    assert values == [False, True, "require"]
+    assert parse(["train", "--compile", "--no-compile"])[1]["config"].compile is False
+    assert Config.from_dict(Config(compile="require").to_dict()).compile == "require"
+    with pytest.raises(SystemExit):
+        parse(["train", "--compile", "always"])
+    with pytest.raises(ValueError, match='compile must be False, True or "require", got 2'):
+        Config(compile=2)
 
 
 def test_the_command_line_compiles(traced, tmp_path, monkeypatch):

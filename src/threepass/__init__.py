@@ -6,7 +6,7 @@ from . import models, reference
 from .alignment import Alignment, alignment
 from .coverage import Coverage, coverage
 from .engine import Result, three_pass
-from .errors import LeftOutWarning, NormalizationWarning, UncompiledWarning, UnsupportedError
+from .errors import CaptureError, LeftOutWarning, NormalizationWarning, UncompiledWarning, UnsupportedError
 from .init import init_
 from .rules import Map, rule
 from .step import ThreePass
@@ -14,6 +14,7 @@ from .variances import variances
 
 __all__ = [
     "Alignment",
+    "CaptureError",
     "Coverage",
     "LeftOutWarning",
     "Map",

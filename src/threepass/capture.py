@@ -41,11 +41,13 @@ _VIEWS = {_aten.detach.default, _aten.alias.default}
 class Program:
     """A traced function: its graph, whose first inputs are `state`, the tensors that it refers to.
 
-    graph is rewritten, `plain` is what it was before. draws: the function draws random numbers.
+    graph is rewritten, `plain` is what it was before. draws: the model or the loss draws random numbers; is_seeded: the
+    step's seed is used, for those or for random rounding.
     """
 
     def __init__(self, graph: GraphModule, plain: GraphModule, state: list[Tensor], draws: bool):
         self.graph, self.plain, self.state, self.draws = graph, plain, state, draws
+        self.is_seeded = any(node.target is torch.ops.threepass.seeds.default for node in plain.graph.nodes)
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         with torch.no_grad():
@@ -150,6 +152,7 @@ def capture(
     kernels: bool = True,
     weights: Tensor | None = None,
     pool: Any = None,
+    compiled: bool = True,
 ) -> Captured:
     """Traces fn for inputs of these shapes, compiles it, and checks the compiled program (`check.py`).
 
@@ -160,6 +163,7 @@ def capture(
         weights: the tensor, one of the inputs or one that fn refers to, that has the weights of the two terms as the
             first two entries of its last dimension: the check then tells the terms apart.
         pool: memory shared with CUDA graphs that never run at the same time.
+        compiled: False: the traced graph runs operation by operation.
     """
     started = time.perf_counter()
     on_gpu = any(z.is_cuda for z in inputs)
@@ -172,7 +176,7 @@ def capture(
             from .kernels.fuse import warm_up
 
             warm_up(program.graph.graph)
-        captured = Captured(program, _compiled(program, inputs))
+        captured = Captured(program, _compiled(program, inputs) if compiled else lambda values: program.graph(*values))
         captured.compile_seconds = time.perf_counter() - started
         if weights is not None:
             states = [i for i, z in enumerate(program.state) if z.data_ptr() == weights.data_ptr()]

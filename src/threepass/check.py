@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node, map_arg
+from torch.fx import GraphModule, Interpreter, map_arg
 from torch.utils._pytree import tree_map
 
 from .errors import CaptureError
@@ -78,16 +78,18 @@ def check(graph: GraphModule, run: Run, values: Sequence[Tensor], weights: int |
         return InDouble(graph).run(*values)
 
     if weights is None:
-        compare("", *(_outcome(graph, each, values) for each in (reference, eager, run)), epsilon=epsilon)
+        found, ours, theirs = (_outcome(graph, each, values) for each in (reference, eager, run))
+        compare("", found, ours, theirs, epsilon=epsilon)
         return time.perf_counter() - began
     back, third = _terms(graph, reference, values, weights, 1.0)
     k = AMPLIFIED * _size_of_moving(back, third) if _norm(third) > 0 else 1.0
     k = k if 1e-30 < k < 1e30 else 1.0
-    ours, theirs = (_terms(graph, each, values, weights, k) for each in (eager, run))
-    compare("backpropagation's part of ", back, ours[0], theirs[0], epsilon=epsilon)
-    third = [t * k for t in third]
+    (back_of_eager, third_of_eager), (back_of_run, third_of_run) = (
+        _terms(graph, each, values, weights, k) for each in (eager, run)
+    )
+    compare("backpropagation's part of ", back, back_of_eager, back_of_run, epsilon=epsilon)
     sizes = [_SMALL * _norm([b]) for b in back]
-    compare("the third pass's part of ", third, ours[1], theirs[1], sizes, epsilon)
+    compare("the third pass's part of ", [t * k for t in third], third_of_eager, third_of_run, sizes, epsilon)
     return time.perf_counter() - began
 
 
@@ -118,22 +120,22 @@ def _terms(graph: GraphModule, run: Run, values: Sequence[Tensor], weights: int,
 
 def _outcome(graph: GraphModule, run: Run, values: Sequence[Tensor], weights: int | None = None, third: float = 0.0):
     """The floating-point tensors that a run returns, and how far it moves each input that it writes to, in float64."""
-    values = [z.clone() for z in values]
-    if weights is not None:
-        values[weights][..., 1] = third
-    before = [_wide(z) for z in values]
-    with torch.no_grad():
-        outputs = [_wide(z).clone() for z in run(values) if z.is_floating_point() or z.is_complex()]
     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
     written = [any(user.target is _aten.copy_.default and user.args[0] is n for user in n.users) for n in places]
-    moved = [_wide(z) - b for z, b, changes in zip(values, before, written, strict=True) if changes]
+    before = list(values)
+    values = [z.clone() if written[i] or i == weights else z for i, z in enumerate(values)]
+    if weights is not None:
+        values[weights][..., 1] = third
+    with torch.no_grad():
+        outputs = [_wide(z) for z in run(values) if z.is_floating_point() or z.is_complex()]
+    moved = [_wide(z) - _wide(b) for z, b, changes in zip(values, before, written, strict=True) if changes]
     return [torch.view_as_real(z) if z.is_complex() else z.double() for z in (*outputs, *moved)]
 
 
 def _wide(z: Tensor) -> Tensor:
     if z.is_floating_point():
         return z.double()
-    return z.to(torch.complex128) if z.is_complex() else z.clone()
+    return z.to(torch.complex128) if z.is_complex() else z
 
 
 def compare(
@@ -208,7 +210,7 @@ class InDouble(Interpreter):
     An operation that has no float64 (fused attention, a kernel of our own) runs as it is, on rounded operands.
     """
 
-    def run_node(self, node: Node) -> Any:
+    def run_node(self, node: Any) -> Any:
         if node.op != "call_function":
             return super().run_node(node)
         if node.target is _ours.round.default:

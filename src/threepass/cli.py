@@ -15,8 +15,9 @@ import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
+from .errors import CaptureError
 from .train.config import Config
 
 
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
     except KeyboardInterrupt:
         return 130
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except (ValueError, TypeError, OSError, ImportError, CaptureError) as error:
         if debug:
             raise
         print(f"threepass: {error}", file=sys.stderr)
@@ -314,9 +315,15 @@ def parse(arguments: list[str]) -> tuple[Callable[..., None], dict[str, Any]]:
 
 
 def _add_flag(to: Any, name: str, kind: Any, default: Any, text: str) -> None:
-    """One argument of a function: positional if it must be given, else a flag of its type."""
-    if isinstance(kind, types.UnionType):
-        kind = next(k for k in typing.get_args(kind) if k is not type(None))
+    """One argument of a function: positional if it must be given, else a flag of its type.
+
+    bool | Literal["word"]: a switch that may have a word behind it.
+    """
+    words: tuple[str, ...] = ()
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        kinds = [k for k in typing.get_args(kind) if k is not type(None)]
+        words = next((typing.get_args(k) for k in kinds if typing.get_origin(k) is Literal), ())
+        kind = kinds[0]
     text = text.replace("%", "%%")
     several = typing.get_origin(kind) is tuple
     kind = typing.get_args(kind)[0] if several else kind
@@ -324,6 +331,10 @@ def _add_flag(to: Any, name: str, kind: Any, default: Any, text: str) -> None:
         to.add_argument(name, type=kind, help=text, **({"nargs": "+"} if several else {}))
         return
     flag = "--" + name.replace("_", "-")
+    if words:
+        to.add_argument(flag, nargs="?", const=True, default=default, choices=words, help=text)
+        to.add_argument("--no-" + flag[2:], dest=name, action="store_false", help=argparse.SUPPRESS)
+        return
     if kind is bool:
         to.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
         return

@@ -1,18 +1,14 @@
-"""`ThreePass(compile=True)`: every kind of call captured once, then replayed.
+"""`ThreePass(compile=True)`: every signature of a call captured once, then replayed.
 
-A call's kind is what the captured program depends on besides the contents of tensors: shapes, dtypes and strides of x
-and y and the numbers beside them, the modules, their training flags and hooks, the places of parameters and buffers in
-memory, autocast, and whether pass 3 runs. The weights of the two terms are inputs of the program, so that alpha may
-move. What Python does besides computing tensors (printing, counting, keeping a tensor in an attribute) happens when a
-kind is captured, not at every call, and a plain attribute that changes (a dropout's p) is not noticed: `reset` forgets
-all programs.
-
-A kind that cannot be captured runs eagerly, as all do beyond `KINDS`; a warning says so once, with the reason.
+`signature.py` says what a captured program depends on, `programs.py` when one is captured and how many are kept. The
+weights of the two terms and the seed of its random numbers are inputs of the program, so that they may move. What Python
+does besides computing tensors (printing, say) happens when a program is captured, not at every call.
 """
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,20 +16,23 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from .capture import Captured, capture
+from .capture import Captured, Program, capture
 from .engine import Result, run
-from .errors import CaptureError, warn_uncompiled
+from .errors import CaptureError
 from .options import Options, check_model
+from .programs import Programs
 from .scaler import scaled
+from .signature import Signature, flattened, input_signature, inputs_in_words
 from .surroundings import unchanged_on_error
-
-KINDS = 8
-_PLAIN = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 @dataclass
 class Step:
-    """A captured kind of call, and how its flat outputs make a result."""
+    """A captured call, and how its flat outputs make a result.
+
+    graph_memory: the addresses of all gradients that CUDA graphs of this model write, of which each replay may
+    overwrite any, because the graphs share a pool of memory.
+    """
 
     captured: Captured
     parameters: list[nn.Parameter]
@@ -41,13 +40,24 @@ class Step:
     dicts: int  # how many of r.grads, r.backprop_grads and r.third_grads come behind them
     leaves: list[Any]  # of the rest of the result; a `_Place` is among the outputs behind those
     spec: TreeSpec
+    graph_memory: set[int]
 
-    def __call__(self, weights: Tensor, tensors: list[Tensor], scaler: GradScaler | None = None) -> Result:
+    @property
+    def check_seconds(self) -> float:
+        return self.captured.check_seconds
+
+    @property
+    def graph_bytes(self) -> int | None:
+        return self.captured.graph_bytes
+
+    def __call__(
+        self, weights: Tensor, seed: Tensor, tensors: list[Tensor], scaler: GradScaler | None = None
+    ) -> Result:
         """Runs the step; adds to `p.grad`, times the scale of a scaler."""
         static = self.captured.graph is not None
         if static:
             self._keep_sums()
-        outputs = self.captured(weights, *tensors)
+        outputs = self.captured(weights, seed, *tensors)
         count = len(self.parameters)
         self._add(scaled(outputs[:count], scaler))
         starts = range(count, (self.dicts + 1) * count, count)
@@ -61,10 +71,9 @@ class Step:
         return Result(output, loss, input_loss, input_grad, *named, *[None] * (3 - self.dicts))
 
     def _keep_sums(self) -> None:
-        """A `p.grad` that lies in the graph's own memory is a sum so far: the replay must not overwrite it."""
-        own = {z.data_ptr() for z in self.captured.outputs[: len(self.parameters)]}
+        """A `p.grad` that lies in the graphs' memory is a sum so far: the replay must not overwrite it."""
         for p in self.parameters:
-            if p.grad is not None and p.grad.data_ptr() in own:
+            if p.grad is not None and p.grad.data_ptr() in self.graph_memory:
                 p.grad = p.grad.clone()
 
     @torch.no_grad()
@@ -91,57 +100,78 @@ class _Place:
 class CompiledSteps:
     """The captured steps of one `ThreePass`."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor]):
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], required: bool = False):
         self.model, self.loss_fn = model, loss_fn
-        self.steps: dict[Hashable, Step | None] = {}
+        self.programs: Programs[Step] = Programs(Signature(model, loss_fn), required)
         self._weights: dict[Hashable, Tensor] = {}
-        self._warned = False
+        self._seed: Tensor | None = None
+        self._pool: Any = None
+        self._graph_memory: set[int] = set()
+
+    @property
+    def max_programs(self) -> int:
+        """How many programs are kept; the least recently used ones make room for others."""
+        return self.programs.max_programs
+
+    @max_programs.setter
+    def max_programs(self, most: int) -> None:
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise ValueError(f"max_programs must be a positive whole number, got {most!r}")
+        self.programs.max_programs = most
 
     @property
     def compile_seconds(self) -> float:
-        return sum(step.captured.compile_seconds for step in self.steps.values() if step is not None)
+        return sum(step.captured.compile_seconds for step in self.programs)
 
     @property
     def graph_bytes(self) -> int | None:
         """The memory of all CUDA graphs; None where there are none."""
-        each = [step.captured.graph_bytes for step in self.steps.values() if step is not None]
+        each = [step.graph_bytes for step in self.programs]
         return sum(b for b in each if b is not None) if any(b is not None for b in each) else None
 
     def reset(self) -> None:
-        """Forgets all programs: the next call of every kind is captured anew."""
-        self.steps.clear()
+        """Forgets all programs: every signature is captured anew."""
+        self.programs.reset()
+
+    def report(self) -> str:
+        """The programs, with their inputs, how often they were used, and what capturing them took."""
+        return self.programs.report()
+
+    __repr__ = report
 
     def __call__(
-        self, x: Any, y: Any, options: Options, third: bool, scaler: GradScaler | None = None
-    ) -> Result | None:
-        """A step, added to `p.grad`; None where this kind of call runs eagerly."""
-        x, y = (dict(z) if isinstance(z, Mapping) else z for z in (x, y))
-        flat, spec = tree_flatten((x, y))
-        if strange := [z for z in flat if not isinstance(z, _PLAIN)]:
-            self._warn(f"x or y holds a {type(strange[0]).__name__}, of which it is not known when it changes")
-            return None
-        flat = [_dense(z) if isinstance(z, Tensor) else z for z in flat]
-        kind = self._kind(flat, spec, options, third)
-        if kind not in self.steps and len(self.steps) >= KINDS:
-            self._warn(
-                f"more than {KINDS} kinds of calls came (of shapes, or of numbers in x or y); those after them are not"
+        self,
+        x: Any,
+        y: Any,
+        options: Options,
+        third: bool,
+        eager: Callable[[], Result],
+        calls: int,
+        scaler: GradScaler | None = None,
+    ) -> Result:
+        """A step, the one after so many calls, added to `p.grad`; `eager` runs it where there is no program."""
+        step = None
+        try:
+            flat, spec = flattened(x, y)
+        except CaptureError as error:
+            self.programs.refuse(error)
+        else:
+            third = third and (options.third > 0 or options.separate)
+            kind = (
+                spec, options.mode, options.scale(2), options.input_at, options.batch_size, options.separate,
+                options.ranks, options.back > 0, third, options.strength is None,
+            )  # fmt: skip
+            step = self.programs.find(
+                kind,
+                input_signature(flat),
+                lambda: self._captured(flat, spec, options, third),
+                lambda: f"{options.mode} mode{'' if third else ' without the third pass'}, {inputs_in_words(flat)}",
             )
-            return None
+        if step is None:
+            return self.programs.eagerly(eager, next(self.model.parameters()).device)
         with torch.inference_mode(False):
-            weights = self._weights_of(options)
-            if kind not in self.steps:
-                self.steps[kind] = self._captured(flat, spec, weights, options, third)
-            step = self.steps[kind]
-            return None if step is None else step(weights, [z for z in flat if isinstance(z, Tensor)], scaler)
-
-    def _kind(self, flat: list[Any], spec: TreeSpec, options: Options, third: bool) -> Hashable:
-        return (
-            tuple(_kind_of(z) for z in flat), spec,
-            options.mode, options.scale(2), options.input_at, options.batch_size, options.separate, options.ranks,
-            options.back > 0, third and (options.third > 0 or options.separate), options.strength is None,
-            tuple(_state_of(self.model)),
-            tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
-        )  # fmt: skip
+            tensors = [z for z in flat if isinstance(z, Tensor)]
+            return step(self._weights_of(options), self._seed_for(step.captured.program, calls), tensors, scaler)
 
     def _weights_of(self, options: Options) -> Tensor:
         """(back, third) on the model's device; each pair is sent there once."""
@@ -154,45 +184,52 @@ class CompiledSteps:
             self._weights[key] = torch.tensor([options.back, options.third], dtype=dtype, device=p.device)
         return self._weights[key]
 
-    def _captured(self, flat: list[Any], spec: TreeSpec, weights: Tensor, options: Options, third: bool) -> Step | None:
-        try:
-            return _capture(self.model, self.loss_fn, flat, spec, weights, options, third)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            self._warn(error)
-            return None
+    def _seed_for(self, program: Program | None, calls: int) -> Tensor:
+        """The seed of a call: from PyTorch's generator where the model draws random numbers, else the call's number."""
+        p = next(self.model.parameters())
+        if self._seed is None or self._seed.device != p.device:
+            self._seed = torch.zeros((), dtype=torch.int32, device=p.device)
+        if program is not None and program.draws:
+            self._seed.random_()
+        elif program is not None and program.is_seeded:
+            self._seed.fill_(calls % 2**31)
+        return self._seed
 
-    def _warn(self, reason: Exception | str) -> None:
-        if not self._warned:
-            self._warned = True
-            warn_uncompiled(reason, stacklevel=6)
+    def _captured(self, flat: list[Any], spec: TreeSpec, options: Options, third: bool) -> Step:
+        with torch.inference_mode(False):
+            step = _capture(self, flat, spec, options, third)
+        if step.captured.graph is not None:
+            self._pool = step.captured.graph.pool
+            self._graph_memory.update(z.data_ptr() for z in step.captured.outputs)
+        return step
 
 
 @contextlib.contextmanager
-def capturable(model: nn.Module) -> Iterator[None]:
+def capturable(model: nn.Module, signature: Signature) -> Iterator[None]:
     """Around a step in a trace: refuses what the program would get wrong in silence."""
     for module in model.modules():
         if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
             raise CaptureError(f"{type(module).__name__} exchanges gradients between processes in hooks")
-    buffers = [id(b) for b in model.buffers()]
-    yield
-    if [id(b) for b in model.buffers()] != buffers:
-        raise CaptureError("the model replaces a buffer by another tensor; write to it in place")
+    with signature.capturing():
+        buffers = [id(b) for b in model.buffers()]
+        yield
+        if [id(b) for b in model.buffers()] != buffers:
+            raise CaptureError("the model replaces a buffer by another tensor; write to it in place")
 
 
-def _capture(model, loss_fn, flat: list[Any], spec: TreeSpec, weights: Tensor, options: Options, third: bool) -> Step:
+def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, options: Options, third: bool) -> Step:
+    model, loss_fn, signature = steps.model, steps.loss_fn, steps.programs.signature
     names: list[str] = []
     leaves: list[Any] = []
     made: list[Any] = []
     check_model(model)
     named = dict(model.named_parameters())
 
-    def step(weights: Tensor, *tensors: Tensor) -> list[Tensor]:
+    def step(weights: Tensor, seed: Tensor, *tensors: Tensor) -> list[Tensor]:
         rest = iter(tensors)
         x, y = tree_unflatten([next(rest) if isinstance(z, Tensor) else z for z in flat], spec)
-        with capturable(model):
-            r = run(model, loss_fn, x, y, options, third=third, weights=(weights[0], weights[1]))
+        with capturable(model, signature):
+            r = run(model, loss_fn, x, y, options, third=third, weights=(weights[0], weights[1]), seed=seed)
         grads = laid_out([named[n] for n in r.grads], list(r.grads.values()))
         dicts = [z for z in (r.grads, r.backprop_grads, r.third_grads) if z is not None]
         found, result_spec = tree_flatten((r.output, r.loss, r.input_loss, r.input_grad))
@@ -202,9 +239,12 @@ def _capture(model, loss_fn, flat: list[Any], spec: TreeSpec, weights: Tensor, o
         leaves[:] = [_Place(next(places)) if isinstance(leaf, Tensor) else leaf for leaf in found]
         return [*grads, *(g[n] for g in dicts for n in names), *others]
 
-    tensors = [z for z in flat if isinstance(z, Tensor)]
-    captured = capture(step, [weights, *tensors], restore=lambda: _restored(model, loss_fn))
-    return Step(captured, [named[n] for n in names], names, made[0], leaves, made[1])
+    weights, seed = steps._weights_of(options), steps._seed_for(None, 0)
+    inputs = [weights, seed, *(z for z in flat if isinstance(z, Tensor))]
+    restore = partial(_restored, model, loss_fn, signature)
+    captured = capture(step, inputs, restore=restore, weights=weights if third else None, pool=steps._pool)
+    signature.settle(captured.program.state)
+    return Step(captured, [named[n] for n in names], names, made[0], leaves, made[1], steps._graph_memory)
 
 
 def laid_out(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> list[Tensor]:
@@ -214,10 +254,11 @@ def laid_out(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> lis
 
 
 @contextlib.contextmanager
-def _restored(model: nn.Module, loss_fn: Any) -> Iterator[None]:
+def _restored(model: nn.Module, loss_fn: Any, signature: Signature) -> Iterator[None]:
     """Tracing and warming up run the step: what it writes to in the model and the loss is put back."""
     modules = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
     with contextlib.ExitStack() as stack:
+        stack.enter_context(signature.restored())
         frozen = [(p, p.detach().clone()) for m in modules for p in m.parameters() if not p.requires_grad]
         for module in modules:
             if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
@@ -226,36 +267,3 @@ def _restored(model: nn.Module, loss_fn: Any) -> Iterator[None]:
     with torch.no_grad():
         for p, contents in frozen:
             p.copy_(contents)
-
-
-def _dense(z: Tensor) -> Tensor:
-    """A part of a larger tensor as one of its own: its place in a CUDA graph has no gaps."""
-    nhwc = z.dim() == 4 and z.is_contiguous(memory_format=torch.channels_last)
-    return z if z.is_contiguous() or nhwc else z.contiguous()
-
-
-def _state_of(model: nn.Module) -> Iterator[Any]:
-    """Where parameters and buffers lie, what needs a gradient, and what is training: `model.modules()`, but faster."""
-    todo: list[nn.Module | None] = [model]
-    while todo:
-        module = todo.pop()
-        if module is None:
-            continue
-        yield id(module)
-        yield module.training
-        yield len(module._forward_hooks) + len(module._forward_pre_hooks)
-        for p in module._parameters.values():
-            if p is not None:
-                yield id(p)
-                yield p.data_ptr()
-                yield p.requires_grad
-        for b in module._buffers.values():
-            if b is not None:
-                yield b.data_ptr()
-        todo.extend(module._modules.values())
-
-
-def _kind_of(z: Any) -> Hashable:
-    if isinstance(z, Tensor):
-        return z.shape, z.stride(), z.dtype, z.device, z.is_inference()
-    return type(z), z

@@ -1,7 +1,10 @@
 """What goes wrong, in words a user can act on."""
 
+import sys
 import warnings
 from dataclasses import dataclass
+
+_INTERNAL = ("threepass", "torch", "contextlib", "")  # code that PyTorch generates is in no module
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,15 @@ class UnsupportedError(RuntimeError):
         )
 
 
-class CaptureError(Exception):
-    """A step that cannot be captured, and why."""
+class CaptureError(RuntimeError):
+    """A step that cannot be captured, and why; `compile="require"` raises it where `compile=True` warns.
+
+    step_seconds: if a program was compiled and then refused, the time that one step of it takes.
+    """
+
+    def __init__(self, reason: str, step_seconds: float | None = None):
+        super().__init__(reason)
+        self.step_seconds = step_seconds
 
 
 class LeftOutWarning(UserWarning):
@@ -45,13 +55,30 @@ class UncompiledWarning(UserWarning):
     """`compile=True` could not capture a step: it runs eagerly."""
 
 
-def warn_uncompiled(reason: Exception | str, stacklevel: int) -> None:
-    """Says in one line why a step is not captured."""
-    if isinstance(reason, Exception):
-        words = str(reason).strip().splitlines()
-        reason = f"{type(reason).__name__}: {words[0]}" if words else type(reason).__name__
-    text = "compile=True: this step runs eagerly, with the same results, because it cannot be captured"
-    warnings.warn(f"{text}: {reason}", UncompiledWarning, stacklevel=stacklevel)
+def reason_of(error: Exception) -> str:
+    """An exception in one line; of a `CaptureError`, its words alone."""
+    lines = str(error).strip().splitlines()
+    if isinstance(error, CaptureError) and lines:
+        return lines[0]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def warn_uncompiled(error: CaptureError, seconds: float) -> None:
+    """Says why steps run eagerly and what that costs. seconds: of the eager step that was just measured."""
+    cost = f"{seconds * 1e3:.3g} ms, measured on this call"
+    if error.step_seconds:
+        refused = f"the compiled program took {error.step_seconds * 1e3:.3g} ms"
+        cost = f"{cost}; {refused}, so this is {seconds / error.step_seconds:.1f}x slower"
+    text = f"compile=True: this step runs eagerly ({cost}), with the same results, because {reason_of(error)}"
+    warn_caller(f'{text}. To get an error with its traceback instead, pass compile="require"', UncompiledWarning)
+
+
+def warn_caller(text: str, category: type[Warning]) -> None:
+    """Warns at the user's line: the nearest one outside of this package and of PyTorch."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)
 
 
 class NormalizationWarning(UserWarning):

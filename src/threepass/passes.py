@@ -144,7 +144,7 @@ def is_ours(node: Node) -> bool:
     return getattr(node.target, "namespace", "") == "threepass"
 
 
-def is_random(node: Node) -> bool:
+def is_random(node: Any) -> bool:
     """Whether a node draws random numbers; attention does so only with a dropout of more than zero."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False

@@ -13,6 +13,7 @@ from .compiled import CompiledSteps
 from .engine import Result, run
 from .options import Options
 from .precision import round_stochastically, seed_of
+from .programs import check_compile
 from .ranks import add_through, count_ranks
 from .scaler import scaled
 
@@ -40,8 +41,9 @@ class ThreePass:
     compile=True captures the whole step, compiles it, and replays it as a CUDA graph on a GPU: the same numbers to
     rounding, faster. `r.grads` are then in the parameters' formats, may be the very tensors in `p.grad`, and on a GPU
     lie, as `r.input_grad` does, in memory that the next call overwrites: clone what you keep. Hooks on parameters fire;
-    those on autograd's nodes do not. `step.compiled.compile_seconds` and `.graph_bytes` say what it costs,
-    `step.compiled.reset()` starts again.
+    those on autograd's nodes do not. A step that cannot be captured runs eagerly, and a warning says why and what that
+    costs; with compile="require" it is an error. `print(step.compiled)` lists the captured programs,
+    `step.compiled.compile_seconds` and `.graph_bytes` say what they cost, `step.compiled.reset()` starts again.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class ThreePass:
         batch_size: int | None = None,
         separate: bool = False,
         every: int = 1,
-        compile: bool = False,
+        compile: bool | str = False,
         scaler: GradScaler | None = None,
         process_group: Any = None,
     ):
@@ -73,18 +75,23 @@ class ThreePass:
         }  # fmt: skip
         self.calls = 0
         Options(self.alpha(0), **self.options)
-        self.compiled = CompiledSteps(model, loss_fn) if compile else None
+        check_compile(compile)
+        self.compiled = CompiledSteps(model, loss_fn, required=compile == "require") if compile else None
 
     def __call__(self, x: Any, y: Any) -> Result:
         ranks = count_ranks(self.model, self.process_group)
         options = Options(self.alpha(self.calls), ranks=ranks, **self.options)
         third = self.calls % self.every == 0
-        r = None if self.compiled is None else self.compiled(x, y, options, third, self.scaler)
-        if r is None and isinstance(self.model, DistributedDataParallel):
-            r = self._through_ddp(self.model, x, y, options, third)
-        elif r is None:
+
+        def eager() -> Result:
+            if isinstance(self.model, DistributedDataParallel):
+                return self._through_ddp(self.model, x, y, options, third)
             r = run(self.model, self.loss_fn, x, y, options, third=third)
             add_to_grad(self.model, r, self.scaler, self.calls)
+            return r
+
+        steps = self.compiled
+        r = eager() if steps is None else steps(x, y, options, third, eager, self.calls, self.scaler)
         self.calls += 1
         return r
 

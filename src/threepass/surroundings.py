@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import sys
-import warnings
 import weakref
 from collections.abc import Iterator
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from .errors import NormalizationWarning
+from .errors import NormalizationWarning, warn_caller
 from .operation import Operation
 from .replay import random_state, set_random_state
 from .tape import Record
@@ -121,16 +120,15 @@ def warn_of_norms(model: nn.Module, operations: list[Operation]) -> None:
             'pass may point away from the gradient of the input loss; mode="exact" is that gradient, and '
             "threepass.alignment(model, loss_fn, x, y) measures how far the two agree",
             NormalizationWarning,
-            level=6,
         )
 
 
-def warn_once(model: nn.Module, text: str, category: type[Warning], level: int = 5) -> None:
-    """A warning for a model's first call of its kind, at the line that called `three_pass`."""
+def warn_once(model: nn.Module, text: str, category: type[Warning]) -> None:
+    """A warning for a model's first call of its kind, at the user's line."""
     seen = _warned.setdefault(model, set())
     if category not in seen:
         seen.add(category)
-        warnings.warn(text, category, stacklevel=level)
+        warn_caller(text, category)
 
 
 def _is_curved_norm(op: Operation) -> bool:

@@ -27,7 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from .activations import Activations
 from .calls import flatten, tensors_in, unflatten
-from .errors import Place
+from .errors import CaptureError, Place
 from .operation import Operation, results_of
 from .precision import HALF
 from .replay import as_recorded, is_random, nothing_drawn_in_a_trace, random_state
@@ -119,7 +119,7 @@ class Record(Activations):
         """What an operation cannot do goes on the list of problems, and the pass goes on to find the others."""
         try:
             yield
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, CaptureError):
             raise
         except TypeError:
             if not self.problems:  # after a problem, signals may be missing

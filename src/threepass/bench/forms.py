@@ -12,7 +12,6 @@ Plain training gets the faster of capture and torch.compile, every other method 
 
 import copy
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..capture import CudaGraph, capture
-from ..errors import UncompiledWarning
 from ..options import Options
 from ..step import ThreePass
 from .methods import METHODS, OPTIONS, weights
@@ -92,13 +90,10 @@ def _makers(method: str, cuda: bool) -> Iterator[tuple[str, Make]]:
 
 def _three_pass(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Form:
     x, y, _ = batch
-    step = ThreePass(model, F.cross_entropy, compile=True, **OPTIONS[method])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UncompiledWarning)  # here that it cannot be captured is a failure
-        step(x, y)
+    step = ThreePass(model, F.cross_entropy, compile="require", **OPTIONS[method])
+    step(x, y)
     assert step.compiled is not None
-    (made,) = step.compiled.steps.values()
-    assert made is not None
+    (made,) = step.compiled.programs
     program, inputs = made.captured, [step.compiled._weights_of(Options(**OPTIONS[method])), x, y]
     places = {id(p): i for i, p in enumerate(made.parameters)}
     order = [places[id(p)] for p in weights(model).values()]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..errors import CaptureError
 from .table import is_flat, is_users
 
 _no_forward_ad: set[Any] = set()
@@ -31,7 +32,7 @@ def push(op, t: Signal) -> Signal:
     if op.func not in _no_forward_ad:
         try:
             tangents = _forward_ad(op, t)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, CaptureError):
             raise
         except (NotImplementedError, RuntimeError) as error:
             lacking = isinstance(error, NotImplementedError) or "forward AD" in str(error) or "jvp" in str(error)

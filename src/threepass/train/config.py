@@ -4,9 +4,10 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..options import Options
+from ..programs import check_compile
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "step", "cosine")
@@ -45,7 +46,7 @@ class Config:
     label_smoothing: float = 0.0
     augment: bool = False  # random crops after padding by 4, and mirror images
     precision: str = "float32"  # float32, tf32, bf16
-    compile: bool = False  # each step as one compiled program; on a GPU one graph, with data and optimizer in it
+    compile: bool | Literal["require"] = False  # steps as compiled programs; require: an error where that cannot be
     channels_last: bool = False
     deterministic: bool = False  # only deterministic kernels
     seed: int = 0  # of initialisation, data order and augmentation
@@ -67,6 +68,7 @@ class Config:
         for name in ("warmup", "probe_every", "align_every", "weight_decay", "momentum"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)!r}")
+        check_compile(self.compile)
         if not self.lr > 0:
             raise ValueError(f"lr must be positive, got {self.lr!r}")
         if not 0 <= self.label_smoothing < 1:

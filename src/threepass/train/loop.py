@@ -100,7 +100,8 @@ class Trainer:
         self.batches = Batches(data.train, config.batch_size, augment=config.augment, shuffle=True, **common)
         size = size_of_batches(len(data.val), data.val.x[0].numel(), config.batch_size)
         val_batches = Batches(data.val, size, shuffle=False, **common)
-        self.recorder = Recorder(self.device) if config.compile else None
+        required = config.compile == "require"
+        self.recorder = Recorder(self.device, model, self.loss_fn, required) if config.compile else None
         parts = (model, self.loss_fn, self.batches, self.optimizer, config)
         self.steps = Steps(*parts) if self.recorder is None else CapturedSteps(*parts, recorder=self.recorder)
         self.evaluate = Validation(model, self.loss_fn, val_batches, config, self.recorder)
@@ -304,7 +305,7 @@ def numerics(config: Config) -> Iterator[None]:
     benchmark = torch.backends.cudnn.benchmark
     torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
-    torch.backends.cudnn.benchmark = benchmark or (config.compile and not config.deterministic)
+    torch.backends.cudnn.benchmark = benchmark or (bool(config.compile) and not config.deterministic)
     torch.use_deterministic_algorithms(config.deterministic)
     try:
         yield

@@ -2,77 +2,97 @@
 
 What is recorded is a function of a counter, and works on tensors that stay where they are: the counter, parameters, the
 optimizer's state, sums. Tracing it and warming it up run it, so a context from the caller puts all of these back.
+Recordings are found by the signature of the model and the loss, as `ThreePass(compile=True)` finds its programs: after
+a change between two steps the step is recorded anew.
 """
 
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..capture import CudaGraph, capture, trace
-from ..errors import warn_uncompiled
+from ..capture import CudaGraph, capture
+from ..programs import Programs
+from ..signature import Signature
 
-Restore = Callable[[], contextlib.AbstractContextManager[None]]
+
+@dataclass(frozen=True)
+class Recording:
+    """One call is one replay, which gives what the recorded function returned."""
+
+    replay: Callable[[], Any]
+    check_seconds: float
+    graph_bytes: int | None
+
+    def __call__(self) -> Any:
+        return self.replay()
 
 
 class Recorder:
-    """Makes the replays of one run. Its graphs share a pool of memory, because no two of them run at once."""
+    """Makes and keeps the recordings of one run. Its graphs share a pool of memory, because no two run at once."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, model: nn.Module, loss_fn: Callable[..., Tensor], required: bool = False):
         self.device = device
+        self.programs: Programs[Recording] = Programs(Signature(model, loss_fn), required)
         self.seconds = 0.0  # spent on recording
-        self.bytes: int | None = None  # of the graphs, where there are any
         self._pool: Any = None
-        self._warned = False
+
+    @property
+    def bytes(self) -> int | None:
+        """The memory of all graphs, where there are any."""
+        each = [recording.graph_bytes for recording in self.programs]
+        return sum(b for b in each if b is not None) if any(b is not None for b in each) else None
+
+    def find(self, kind: Hashable, rows: int, make: Callable[[], Recording]) -> Recording | None:
+        """The recording of a kind of step over a number of rows; None: it runs eagerly, by `programs.eagerly`.
+
+        Both batch sizes of an epoch come again in the next one: each is recorded when it comes first.
+        """
+        return self.programs.find(kind, rows, make, lambda: f"{kind}, batches of {rows}", recurring=True)
 
     def record(
         self,
         program: Callable[[Tensor], Sequence[Tensor]],
         counter: Tensor,
         then: Callable[[Sequence[Tensor]], Any],
-        restore: Restore,
+        restore: Callable[[], contextlib.AbstractContextManager[None]],
+        weights: Tensor | None,
         compiled: bool = True,
-    ) -> Callable[[], Any] | None:
-        """A replay of `then(program(counter))`, which gives its result; None, and one warning, if that cannot be.
+    ) -> Recording:
+        """A replay of `then(program(counter))`.
 
-        The program is traced, and compiled if it is to be; `then` (an optimizer's fused kernels) runs as it is written.
+        The program is traced, compiled if it is to be, and checked (weights: as for `capture`); `then` (an optimizer's
+        fused kernels) runs as it is written.
         """
+
+        @contextlib.contextmanager
+        def restored() -> Iterator[None]:
+            with restore(), self.programs.signature.restored():
+                yield
+
         began = time.perf_counter()
         try:
-            run = self._traced(program, counter, restore, compiled)
+            captured = capture(program, [counter], graph=False, restore=restored, weights=weights, compiled=compiled)
+            self.programs.signature.settle(captured.program.state)
 
             def step() -> Any:
-                return then(run(counter))
+                return then(captured.ungraphed(counter))
 
-            return self._graphed(step, restore) if self.device.type == "cuda" else step
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            self._warn(error)
-            return None
+            if self.device.type != "cuda":
+                return Recording(step, captured.check_seconds, None)
+            graph = self._graphed(step, restored)
+            return Recording(graph.replay, captured.check_seconds, graph.bytes)
         finally:
             self.seconds += time.perf_counter() - began
 
-    @staticmethod
-    def _traced(program: Callable[..., Sequence[Tensor]], counter: Tensor, restore: Restore, compiled: bool):
-        if compiled:
-            return capture(program, [counter], graph=False, restore=restore).ungraphed
-        with restore():
-            return trace(program, [counter])
-
-    def _graphed(self, f: Callable[[], Any], restore: Restore) -> Callable[[], Any]:
+    def _graphed(self, f: Callable[[], Any], restore: Callable[[], Any]) -> CudaGraph:
         with torch.cuda.device(self.device), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This instance was constructed with capturable=True")
             graph = CudaGraph(f, restore, self._pool)
         self._pool = graph.pool
-        self.bytes = (self.bytes or 0) + graph.bytes
-        return graph.replay
-
-    def _warn(self, error: Exception) -> None:
-        if not self._warned:
-            self._warned = True
-            warn_uncompiled(error, stacklevel=7)
+        return graph

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..options import Options
+from ..precision import seed_of
 from .config import Config
 
 
@@ -42,9 +43,9 @@ class Schedule:
         return Options(self.alpha(position), c.reduction, c.mode, c.strength, c.input_at, whole)
 
     def table(self, epoch: int) -> Tensor:
-        """Of every step of an epoch the weights of both terms and the learning rate: batches x 3, float64."""
+        """Of every step of an epoch the weights of both terms, the learning rate and a seed: batches x 4, float64."""
         rows = []
         for position in range(epoch * self.batches, (epoch + 1) * self.batches):
             options = self.options(position)
-            rows.append((options.back, options.third, self.lr(position)))
+            rows.append((options.back, options.third, self.lr(position), seed_of(position, self.config.seed)))
         return torch.tensor(rows, dtype=torch.float64)

@@ -3,16 +3,16 @@
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..compiled import capturable
+from ..signature import Signature
 from ..surroundings import unchanged_on_error
 from .config import Config
 from .data import Batches
-from .recorder import Recorder
+from .recorder import Recorder, Recording
 from .steps import SUMS, LossFn, batch_sums, in_precision
 
 AT_ONCE = 2**22  # numbers in the input of one batch, or as many samples as a training batch has
@@ -35,7 +35,6 @@ class Validation:
         self.drawn = batches.draw(0).to(self.device)
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
         self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._replays: dict[int, Any] = {}
 
     def __call__(self) -> dict[str, float]:
         self.model.eval()
@@ -51,20 +50,26 @@ class Validation:
         size = self.batches.batch_size
         first = number * size
         rows = min(size, len(self.batches.split) - first)
-        if self.recorder is not None:
-            if rows not in self._replays:
-                often = rows == min(size, len(self.batches.split))
-                program = partial(self._program, rows)
-                self._replays[rows] = self.recorder.record(program, self.place, tuple, self._restored, often)
-            if self._replays[rows] is not None:
-                self._replays[rows]()
-                return
-        self.sums += self._batch(self.drawn[:, first : first + rows])
+        part = self.drawn[:, first : first + rows]
+        if (recorder := self.recorder) is None:
+            self.sums += self._batch(part)
+            return
+        recording = recorder.find("validation", rows, lambda: self._record(recorder, rows))
+        if recording is not None:
+            recording()
+            return
+        self.sums += recorder.programs.eagerly(lambda: self._batch(part), self.device)
         self.place += 1
 
-    def _program(self, rows: int, place: Tensor) -> list[Tensor]:
+    def _record(self, recorder: Recorder, rows: int) -> Recording:
+        # The last, smaller batch comes once an epoch: compiling it would take longer than it saves.
+        often = rows == min(self.batches.batch_size, len(self.batches.split))
+        program = partial(self._program, recorder.programs.signature, rows)
+        return recorder.record(program, self.place, tuple, self._restored, None, often)
+
+    def _program(self, signature: Signature, rows: int, place: Tensor) -> list[Tensor]:
         at = place * self.batches.batch_size + torch.arange(rows, device=self.device)
-        with capturable(self.model):
+        with capturable(self.model, signature):
             self.sums += self._batch(self.drawn[:, at])
         place += 1
         return []

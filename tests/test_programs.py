@@ -1,0 +1,234 @@
+"""Which signatures are captured when, which programs make room, and what is said about it."""
+
+import logging
+import re
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+from close import assert_close
+from torch import nn
+from torch.nn import functional as F
+
+import threepass
+from threepass import capture
+from threepass.errors import CaptureError
+from threepass.models import mlp
+from threepass.programs import Programs
+from threepass.signature import State
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Made:
+    check_seconds = 0.5
+    graph_bytes = None
+
+
+class Watched:
+    """A signature that says what it is told."""
+
+    def __init__(self):
+        self.items = {"model.p": (float, (0.5).hex())}
+
+    def state(self):
+        return State(self.items)
+
+
+class Table:
+    """Programs, and which calls captured (c), replayed (r) or ran eagerly (e)."""
+
+    def __init__(self, **options):
+        self.watched = Watched()
+        self.programs = Programs(self.watched, **options)
+        self.made = 0
+
+    def make(self):
+        self.made += 1
+        return Made()
+
+    def calls(self, inputs, kind="step", **options):
+        done = ""
+        for each in inputs:
+            before = self.made
+            found = self.programs.find(kind, each, self.make, lambda each=each: f"[{each}]", **options)
+            done += "e" if found is None else "c" if self.made > before else "r"
+        return done
+
+
+def test_the_first_inputs_are_captured_at_once_and_others_when_they_come_again():
+    table = Table()
+    assert table.calls("aaabbbac") == "crrecrre"
+    assert table.calls("ab", kind="another") == "ce"
+    assert table.calls("d", recurring=True) == "c"
+
+
+def test_a_change_that_keeps_the_inputs_is_captured_at_once():
+    table = Table()
+    assert table.calls("aa") == "cr"
+    table.watched.items = {"model.p": (float, (0.7).hex())}
+    assert table.calls("aa") == "cr"
+    table.watched.items = {"model.p": (float, (0.5).hex())}
+    assert table.calls("aa") == "rr"
+
+
+def test_what_comes_more_often_replaces_what_was_used_longest_ago():
+    table = Table(max_programs=2)
+    assert table.calls("aaaa" + "bb" + "bb") == "crrrecrr"
+    assert table.calls("cccc") == "eeee"  # a was used four times, as often as c came
+    assert table.calls("c") == "c"
+    assert [entry.label for entry in table.programs.entries] == ["[b]", "[c]"]
+    assert table.calls("bc") == "rr"
+
+
+def test_programs_of_an_earlier_state_make_room_at_once():
+    table = Table(max_programs=2)
+    assert table.calls("aaaabbbb") == "crrrecrr"
+    table.watched.items = {"model.p": (float, (0.7).hex())}
+    assert table.calls("aabb") == "crec"
+
+
+def test_many_inputs_in_turns_do_not_take_each_others_place_for_ever():
+    table = Table(max_programs=4)
+    done = table.calls("abcdef" * 200)
+    assert done.count("c") < 20
+    assert done[-6:].count("r") == 4
+
+
+def test_states_that_never_come_again_stop_being_captured():
+    table = Table()
+    done = ""
+    for i in range(10):
+        table.watched.items = {"model.p": (float, float(i).hex())}
+        done += table.calls("a")
+    assert done == "cccceeeeee"
+    with pytest.warns(threepass.UncompiledWarning, match=r"keeps changing between calls, in model.p \(3.0, then 4.0\)"):
+        table.programs.eagerly(lambda: None, CPU)
+    assert table.calls("aaa") == "crr"  # it came again
+
+
+def test_failures_are_not_tried_for_ever():
+    table = Table()
+
+    def fail():
+        table.made += 1
+        raise ValueError("no\nmore")
+
+    table.make = fail
+    assert table.calls("aabbccddee") == "e" * 10
+    assert table.made == 3
+    with pytest.warns(threepass.UncompiledWarning, match="because capturing it failed with ValueError: no. To get"):
+        table.programs.eagerly(lambda: None, CPU)
+
+
+def test_required_programs_are_an_error_where_they_cannot_be():
+    table = Table(required=True, max_programs=1)
+    assert table.calls("aab") == "cre"  # put off, not refused
+    with pytest.raises(CaptureError, match=r'compile="require".*already captured 1 signatures.*Pad or bucket'):
+        table.calls("b")
+
+
+def test_what_happens_is_logged(caplog):
+    table = Table(max_programs=1)
+    with caplog.at_level(logging.INFO, "threepass"):
+        table.calls("abbb")
+    said = "\n".join(caplog.messages)
+    assert "captured [a] in 0.0 s, 0.5 s of them to check it (program 1 of at most 1)" in said
+    assert "new inputs, [b]: this step runs eagerly, and is captured if they come again" in said
+    assert "the program for [a], used 1 times, makes room for another" in said
+    assert re.match(r"1 of at most 1 programs; 0 other.*\n +2 uses +0.0 s  \[b\]", table.programs.report())
+
+
+def test_memory_of_signatures_is_bounded():
+    table = Table(max_programs=2)
+    table.calls(["first", *map(str, range(500))])
+    assert len(table.programs._entries) < 30
+
+
+@pytest.fixture
+def traced_only(monkeypatch):
+    monkeypatch.setattr(capture, "_compiled", lambda program, inputs: lambda values: program.graph(*values))
+
+
+def test_a_last_smaller_batch_and_many_lengths(traced_only):
+    torch.manual_seed(0)
+    model = mlp(6, 5, 3).double()
+    step = threepass.ThreePass(model, F.cross_entropy, compile=True)
+    step.compiled.max_programs = 2
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for rows in (8, 8, 8, 3, 8, 8, 3, 5, 5, 5, 3):
+            x, y = torch.randn(rows, 6).double(), torch.randint(3, (rows,))
+            model.zero_grad()
+            expected = threepass.three_pass(model, F.cross_entropy, x, y).grads
+            step(x, y)
+            assert_close({n: p.grad for n, p in model.named_parameters()}, expected, 1e-12)
+    (warning,) = seen
+    assert "already captured 2 signatures (shapes, dtypes, Python values)" in str(warning.message)
+    assert len(step.compiled.programs) == 2
+    assert "paper mode, float64[8, 6], int64[8]" in repr(step.compiled)
+    with pytest.raises(ValueError, match="max_programs must be a positive whole number, got 0"):
+        step.compiled.max_programs = 0
+
+
+class Branching(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if x.mean() > 0 else 2 * super().forward(x)
+
+
+def test_the_warning_says_what_it_costs_and_points_at_the_users_line():
+    step = threepass.ThreePass(Branching(4, 3), F.cross_entropy, compile=True)
+    with pytest.warns(threepass.UncompiledWarning) as seen:
+        step(torch.randn(5, 4), torch.randint(3, (5,)))
+    (warning,) = seen
+    assert re.match(
+        r"compile=True: this step runs eagerly \([\d.]+ ms, measured on this call\), with the same results, because .*"
+        r'To get an error with its traceback instead, pass compile="require"',
+        str(warning.message),
+    )
+    assert warning.filename == __file__
+
+
+def test_a_refused_program_is_compared_with_the_eager_step(traced_only, monkeypatch):
+    def refused(*args):
+        raise CaptureError("the results differ", step_seconds=1e-6)
+
+    monkeypatch.setattr(capture, "_check", refused)
+    step = threepass.ThreePass(mlp(4, 3), F.cross_entropy, compile=True)
+    with pytest.warns(
+        threepass.UncompiledWarning, match=r"the compiled program took 0.001 ms, so this is [\d.]+x slower"
+    ):
+        step(torch.randn(5, 4), torch.randint(3, (5,)))
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_other_warnings_point_at_the_users_line_too(compile, traced_only):
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+    weight = torch.ones((), requires_grad=True)
+    step = threepass.ThreePass(model, lambda out, y: weight * F.cross_entropy(out, y), compile=compile)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        step(torch.randn(5, 4), torch.randint(3, (5,)))
+    seen = [w for w in seen if w.category is not DeprecationWarning]  # of PyTorch itself
+    assert {w.category for w in seen} == {threepass.NormalizationWarning, threepass.LeftOutWarning}
+    assert {w.filename for w in seen} == {__file__}
+
+
+def test_require_raises_and_nothing_else_happens():
+    model = Branching(4, 3)
+    step = threepass.ThreePass(model, F.cross_entropy, compile="require")
+    with pytest.raises(threepass.CaptureError, match=r'compile="require": this step cannot run .* because ') as raised:
+        step(torch.randn(5, 4), torch.randint(3, (5,)))
+    assert isinstance(raised.value, RuntimeError)
+    assert raised.value.__cause__ is not None
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(threepass.CaptureError, match="x or y contains a slice; only tensors and plain numbers"):
+        threepass.ThreePass(mlp(4, 3), F.cross_entropy, compile="require")(torch.randn(5, 4), slice(3))
+
+
+@pytest.mark.parametrize("value", ["always", 1, None])
+def test_other_words_for_compile_are_refused(value):
+    with pytest.raises(ValueError, match='compile must be False, True or "require"'):
+        threepass.ThreePass(mlp(4, 3), F.cross_entropy, compile=value)
