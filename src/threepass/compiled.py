@@ -1,8 +1,8 @@
 """`ThreePass(compile=True)`: every signature of a call captured once, then replayed.
 
 `signature.py` says what a captured program depends on, `programs.py` when one is captured and how many are kept. The
-weights of the two terms and the seed of its random numbers are inputs of the program, so that they may move. What Python
-does besides computing tensors (printing, say) happens when a program is captured, not at every call.
+weights of the two terms and the seed of its random numbers are inputs of the program, so that they may move. What
+Python does besides computing tensors (printing, say) happens when a program is captured, not at every call.
 """
 
 import contextlib
