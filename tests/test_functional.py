@@ -42,9 +42,9 @@ class InPlace(nn.Module):
         self.calls += 1
         self.mean.mul_(0.9).add_(z.detach().mean(0), alpha=0.1)
         z = z * 2
-        z[:, :4].relu_()
-        z[:, 4:] -= self.mean[4:]
-        return self.head(z)
+        z[:, :4] += self.mean[:4]
+        z[:, 4:].mul_(self.calls)
+        return self.head(z.relu_())
 
 
 class Hooked(nn.Module):
@@ -78,11 +78,11 @@ CASES = {"unread": (Unread, (4, 6)), "in place": (InPlace, (4, 6)), "hook": (Hoo
          "averages": (Averages, (4, 3, 6, 6))}  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["paper", "exact"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [*((name, "paper") for name in CASES), *((name, "exact") for name in CASES if name != "hook")],  # refused eagerly
+)
 def test_a_captured_step_writes_as_an_eager_one(name, mode):
-    if name == "hook" and mode == "exact":
-        pytest.skip("refused eagerly: a hook that changes an error has no exact mode")
     torch.manual_seed(0)
     make, shape = CASES[name]
     model = make().double()
@@ -93,7 +93,7 @@ def test_a_captured_step_writes_as_an_eager_one(name, mode):
         r = run(model, F.cross_entropy, x, y, Options(mode=mode), weights=(weights[0], weights[1]))
         return [*r.grads.values(), r.loss, r.input_loss]
 
-    weights, x = torch.tensor([0.1, 0.9]).double(), torch.randn(shape).double()
+    weights, x = torch.tensor([0.1, 0.9], dtype=torch.float64), torch.randn(shape).double()
     before = copy.deepcopy(model.state_dict())
     program = trace(step, [weights, x])
     model.load_state_dict(before)
@@ -122,4 +122,5 @@ def test_nothing_but_copies_at_the_end_writes(name):
     writes = [n for n in calls if n.target._schema.is_mutable]
     assert all(n.target is torch.ops.aten.copy_.default and n.args[0].op == "placeholder" for n in writes)
     assert nodes[-1 - len(writes) : -1] == writes
-    assert len(writes) == len(list(model.buffers()))
+    unchanged = 1 if name == "averages" else 0  # an instance norm does not count its batches
+    assert len(writes) == len(list(model.buffers())) - unchanged

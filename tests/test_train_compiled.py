@@ -47,8 +47,8 @@ def normed() -> nn.Module:
 def traced(monkeypatch):
     record = Recorder.record
 
-    def warmed_up(self, program, counter, then, restore, compiled=True):
-        step = record(self, program, counter, then, restore, compiled)
+    def warmed_up(self, program, counter, then, restore, weights, compiled=True):
+        step = record(self, program, counter, then, restore, weights, compiled)
         for _ in range(capture.WARM_UP if step is not None else 0):
             with restore():
                 step()
