@@ -13,8 +13,8 @@ t_S and d_P less their means so far, so that nothing large cancels in the end.
 from dataclasses import dataclass
 
 import torch
-import triton  # type: ignore[import-not-found,unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
