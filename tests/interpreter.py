@@ -4,11 +4,13 @@ Whether a kernel is interpreted is settled when Triton is imported: such a test 
 Triton is a dependency of the tests, so there they fail without it.
 """
 
+import contextlib
 import functools
 import importlib
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -75,6 +77,7 @@ def mend() -> None:
     _bfloat16()
     _patch_once()
     _refuse_other_memory()
+    _refuse_other_devices()
 
 
 def _count_loops() -> None:
@@ -178,3 +181,25 @@ def _refuse_other_memory() -> None:
 
     executor._init_args_hst = noted
     builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
+
+
+def _refuse_other_devices() -> None:
+    """A kernel fails that is launched while the thread's current device is not known to be that of its arguments."""
+    from triton.runtime import interpreter
+
+    launch, device_of = interpreter.GridExecutor.__call__, torch.cuda.device_of
+    current = threading.local()
+
+    @contextlib.contextmanager
+    def noted(tensor):
+        before, current.device = getattr(current, "device", None), tensor.device
+        with device_of(tensor):
+            yield
+        current.device = before
+
+    def launched(self, *args, **kwargs):
+        devices = {z.device for z in (*args, *kwargs.values()) if isinstance(z, torch.Tensor)}
+        assert devices == {getattr(current, "device", None)}, f"{self.fn.__name__} is launched on any device"
+        return launch(self, *args, **kwargs)
+
+    torch.cuda.device_of, interpreter.GridExecutor.__call__ = noted, launched
