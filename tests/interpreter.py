@@ -159,8 +159,7 @@ def _refuse_other_memory() -> None:
 
     def noted(self, args, kwargs):
         given, named = prepare(self, args, kwargs)
-        storages = [z.untyped_storage() for z in (*given, *named.values()) if isinstance(z, torch.Tensor)]
-        known[:] = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+        known[:] = [_extent(z) for z in (*given, *named.values()) if isinstance(z, torch.Tensor)]
         return given, named
 
     def check(pointers, mask):
@@ -181,6 +180,12 @@ def _refuse_other_memory() -> None:
 
     executor._init_args_hst = noted
     builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
+
+
+def _extent(z: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a tensor's elements and the one after the last; of a view, not of what it is a view of."""
+    last = sum((size - 1) * stride for size, stride in zip(z.shape, z.stride(), strict=True))
+    return z.data_ptr(), z.data_ptr() + (last + 1) * z.element_size() * bool(z.numel())
 
 
 def _refuse_other_devices() -> None:

@@ -230,6 +230,19 @@ def test_kernels_over_several_blocks(kernels, blocks, present, causal):
 
 
 @KERNELS
+@pytest.mark.parametrize(("tokens", "causal"), [(64, False), (130, True)])
+def test_kernels_on_views_of_one_tensor(kernels, tokens, causal):
+    """q, k and v as a transformer has them, in bfloat16, in the usual blocks: full ones, and a last one of 2 tokens."""
+    values, tangents = (draw(1, tokens, 3, 2, 64).to(DEVICE, torch.bfloat16).permute(2, 0, 3, 1, 4) for _ in range(2))
+    d, r = draw(2, 1, tokens, 2, 64).to(DEVICE, torch.bfloat16).transpose(2, 3)
+    given, how, scores = [*values, *tangents], (64**-0.5, causal, "tf32"), Scores(64**-0.5, causal)
+    assert_near([kernels.attention_tangent(*given, *how, True)], [tangent(*wide(given), scores)], 1e-2)
+    expected = curved(*wide([*given, d, r]), scores)
+    assert_near(kernels.attention_bend(*given, d, r, *how, True), expected, 1e-2)
+    assert_near(kernels.attention_bend_packed(*given, d, r, *how), expected, 1e-2)
+
+
+@KERNELS
 def test_kernels_in_half(kernels):
     *given, d, r = kernel_signals(40, 37, 16, 16, (0, 1, 2, 3), torch.float16)
     scores, cut = Scores(0.3), kernels.Blocks(16, 16)
