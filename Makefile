@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: setup test test-all check demo bench docs clean
+.PHONY: setup test test-all test-versions check demo bench docs clean
 
 setup: $(VENV)/ready
 
@@ -18,6 +18,11 @@ test: check
 
 test-all: check
 	$(BIN)/python -m pytest $(PARALLEL)
+
+# Each torch that is promised, in an environment of its own below .venvs: gigabytes, so before a release only.
+# One alone: make test-versions TORCH=2.11
+test-versions:
+	$(PYTHON) tests/versions.py $(TORCH)
 
 check: setup
 	$(BIN)/ruff check
@@ -35,4 +40,4 @@ docs: setup
 	$(BIN)/mkdocs build --strict --site-dir .site
 
 clean:
-	rm -rf $(VENV) .site .pytest_cache .mypy_cache .ruff_cache runs
+	rm -rf $(VENV) .venvs .site .pytest_cache .mypy_cache .ruff_cache runs

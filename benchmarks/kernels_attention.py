@@ -2,13 +2,16 @@
 
     PYTHONPATH=src python benchmarks/kernels_attention.py
     PYTHONPATH=src python benchmarks/kernels_attention.py --tune
+    PYTHONPATH=src compute-sanitizer --tool memcheck python benchmarks/kernels_attention.py --quick
 
 Errors are relative, in norm, against the formulas in float64 on the same rounded operands; `plain error`: what the
 formulas make in the operands' own format. Times are medians over replays of a CUDA graph: no launch is waited for. The
 yardsticks are torch's fused attention, forward, and forward and backward together. q, k and v are views of one
 tensor (batch, tokens, 3, heads, width), as a transformer has them. With --tune: every kernel's time by its blocks.
+With --quick: every call once, of two samples, checked and not timed, its name printed before it starts.
 
-Writes $OUT/kernels_attention.json if OUT is set; exits with 1 if an error is too large.
+Writes $OUT/kernels_attention.json if OUT is set; exits with 1 if an error is too large, and with 2, naming the call, if
+one leaves the GPU unusable, as an illegal memory access does: nothing that comes after it could be trusted.
 """
 
 import argparse
@@ -119,13 +122,14 @@ def measure(shape, dtype: torch.dtype, precision: str, limit: float) -> dict:
         "sdpa fwd+bwd": lambda: forward_and_backward(*signals[:3], signals[6]),
     }
     row = {"shape": list(shape), "dtype": str(dtype).removeprefix("torch."), "precision": precision, "limit": limit}
+    where = f"{shape} {row['dtype']} {precision}"
     for name in ("tangent", "tangent plain"):
-        row[f"{name} error"] = attempt(lambda name=name: worst([calls[name]()], expected[:1]))
+        row[f"{name} error"] = attempt(f"{name} {where}", lambda name=name: worst([calls[name]()], expected[:1]))
     for name in ("bend", "bend plain"):
-        row[f"{name} error"] = attempt(lambda name=name: worst(calls[name](), expected[1:]))
+        row[f"{name} error"] = attempt(f"{name} {where}", lambda name=name: worst(calls[name](), expected[1:]))
     expected.clear()
     for name, call in calls.items():
-        row[name] = attempt(milliseconds, call)
+        row[name] = attempt(f"{name} {where}, timed in a CUDA graph", milliseconds, call)
     return row
 
 
@@ -139,17 +143,24 @@ def measure_compiled(row: dict) -> None:
             return
         torch._dynamo.reset()
         compiled = torch.compile(functools.partial(formula, scores=scores), dynamic=False)
-        row[f"{name} compiled"] = attempt(milliseconds, functools.partial(compiled, *signals[:count]))
+        call = functools.partial(compiled, *signals[:count])
+        row[f"{name} compiled"] = attempt(f"{name} compiled {row['shape']} {row['dtype']}", milliseconds, call)
 
 
-def attempt(function, *args):
-    """What a call gives, or why it fails: the other measurements still count. An error is the call's own."""
+def attempt(name: str, function, *args):
+    """What a call gives, or why it fails: the other measurements still count, unless the GPU is lost."""
     try:
         result = function(*args)
         torch.cuda.synchronize()
         return result
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
+        text = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        print(f"GPU LOST in {name}: {text}", flush=True)
+        os._exit(2)  # what is left of torch's own clean-up would wait for the GPU, or hide the message
+    return text
 
 
 def odd(queries, keys, n, w, causal, present, dtype) -> float:
@@ -217,7 +228,49 @@ def tune() -> None:
                     else:
                         cuts = {"tile": cut, "rows": (cut, columns), "columns": (rows, cut)}[kernel]
                         call = functools.partial(kernels.launch_bend, *signals, *how, cuts)
-                    print(*shape, dtype, precision, kernel, candidate, attempt(milliseconds, call), flush=True)
+                    name = f"{shape} {dtype} {precision} {kernel} {candidate}"
+                    print(name, attempt(name, milliseconds, call), flush=True)
+
+
+def quick_calls(shape, dtype: torch.dtype, precision: str, limit: float):
+    """Name, call, what it should give and how near, for the kernels and the yardsticks on two samples."""
+    batch, heads, tokens, width = shape
+    signals, scale = operands(min(2, batch), heads, tokens, width, dtype), width**-0.5
+    (q, k, v, *t, d, _), how = signals, (scale, False, precision)
+    set_precision("tf32x3")
+    t_u, *bent = both_plain(wide(signals), scale, False)
+    exact = [z for z in wide((q, k, v, d)) if z is not None]
+    fused, errors = F.scaled_dot_product_attention(*exact[:3]), forward_and_backward(*exact)
+    set_precision(precision)
+    where = f"{(heads, tokens, width)} {dtype} {precision}"
+    return [
+        (f"tangent {where}", lambda: [kernels.attention_tangent(q, k, v, *t, *how, True)], [t_u], limit),
+        (f"bend {where}", lambda: kernels.attention_bend(*signals, *how, True), bent, limit),
+        (f"bend packed {where}", lambda: kernels.attention_bend_packed(*signals, *how), bent, limit),
+        (f"sdpa {where}", lambda: [F.scaled_dot_product_attention(q, k, v)], [fused], 1e-2),
+        (f"sdpa fwd+bwd {where}", lambda: forward_and_backward(q, k, v, d), errors, 1e-2),
+    ]
+
+
+def quick() -> int:
+    """Every call once, its name before it starts; the number of those that are wrong."""
+
+    def wrong(name: str, limit: float, function, *args) -> bool:
+        print(name, end=" ", flush=True)
+        error = attempt(name, function, *args)
+        good = isinstance(error, float) and error <= limit
+        print(f"{error:.1e}" if isinstance(error, float) else error, "ok" if good else "FAILED", flush=True)
+        return not good
+
+    failed = 0
+    for shape in SHAPES:
+        for form in FORMATS:
+            for name, call, expected, limit in quick_calls(shape, *form):
+                failed += wrong(name, limit, lambda call, expected: worst(call(), expected), call, expected)
+    failed += sum(wrong(f"odd {case}", 1e-5 if case[-1] == torch.float32 else 1e-2, odd, *case) for case in ODD)
+    failed += sum(wrong(f"engine, {mode}", 1e-4, engine, mode) for mode in ("paper", "exact"))
+    print(f"{failed} failed; {time.perf_counter() - START:.0f} s")
+    return failed
 
 
 def show(row: dict) -> None:
@@ -233,18 +286,24 @@ def show(row: dict) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="time every kernel by its blocks, and nothing else")
-    if parser.parse_args().tune:
+    parser.add_argument("--quick", action="store_true", help="every call once and not timed: for compute-sanitizer")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    if options.tune:
         tune()
         return 0
-    torch.manual_seed(0)
+    if options.quick:
+        return int(quick() > 0)
     rows = []
     for shape in SHAPES:
         for how in FORMATS:
             rows.append(measure(shape, *how))
             show(rows[-1])
-    checks = {f"odd {case}": (attempt(odd, *case), 1e-5 if case[-1] == torch.float32 else 1e-2) for case in ODD}
-    checks["rule, compiled"] = (attempt(rule_compiled), 1e-2)
-    checks |= {f"engine, {mode}": (attempt(engine, mode), 1e-4) for mode in ("paper", "exact")}
+    checks = {
+        f"odd {case}": (attempt(f"odd {case}", odd, *case), 1e-5 if case[-1] == torch.float32 else 1e-2) for case in ODD
+    }
+    checks["rule, compiled"] = (attempt("rule, compiled", rule_compiled), 1e-2)
+    checks |= {f"engine, {mode}": (attempt(f"engine, {mode}", engine, mode), 1e-4) for mode in ("paper", "exact")}
     for row in rows:
         if row["precision"] == "tf32":
             measure_compiled(row)

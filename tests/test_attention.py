@@ -4,7 +4,6 @@ The kernels run on a GPU where there is one, and else in Triton's interpreter, i
 is interpreted is settled when Triton is imported.
 """
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from interpreter import mend
+from interpreter import interpreted, needs_triton
 from torch import nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -25,10 +24,9 @@ from threepass.rules import attention, generic
 from threepass.rules.attention import Scores, curved, tangent
 from threepass.rules.table import rule_for
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-KERNELS = pytest.mark.skipif(not HAS_TRITON or (DEVICE == "cpu" and not INTERPRETED), reason="needs Triton and a GPU")
+KERNELS = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or Triton's interpreter")
 SDPA = F.scaled_dot_product_attention
 
 draw = partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -169,21 +167,17 @@ def test_the_package_does_not_import_the_kernels():
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": "src"})
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_TRITON or DEVICE == "cuda" or INTERPRETED, reason="needs Triton, and no GPU")
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="runs the interpreter")
 def test_the_kernels_in_tritons_interpreter():
-    command = [sys.executable, "-m", "pytest", "-x", "-k", "kernel", __file__]
-    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout
-    assert " passed" in run.stdout
+    interpreted("test_attention", "-k", "test_kernel")
 
 
 @pytest.fixture
 def kernels():
-    module = pytest.importorskip("threepass.kernels.attention")
-    if INTERPRETED:
-        mend()
-    return module
+    from threepass.kernels import attention
+
+    return attention
 
 
 def kernel_signals(queries, keys, n, w, present, dtype):
@@ -233,6 +227,19 @@ def test_kernels_over_several_blocks(kernels, blocks, present, causal):
     assert_near([got], [torch.zeros_like(got) if expected is None else expected], 1e-5)
     for cuts in ((cut, cut), kernels.Blocks(64, 64)):
         assert_near(kernels.launch_bend(*given, d, r, *how, cuts), curved(*wide([*given, d, r]), scores), 1e-5)
+
+
+@KERNELS
+@pytest.mark.parametrize(("tokens", "causal"), [(64, False), (130, True)])
+def test_kernels_on_views_of_one_tensor(kernels, tokens, causal):
+    """q, k and v as a transformer has them, in bfloat16, in the usual blocks: full ones, and a last one of 2 tokens."""
+    values, tangents = (draw(1, tokens, 3, 2, 64).to(DEVICE, torch.bfloat16).permute(2, 0, 3, 1, 4) for _ in range(2))
+    d, r = draw(2, 1, tokens, 2, 64).to(DEVICE, torch.bfloat16).transpose(2, 3)
+    given, how, scores = [*values, *tangents], (64**-0.5, causal, "tf32"), Scores(64**-0.5, causal)
+    assert_near([kernels.attention_tangent(*given, *how, True)], [tangent(*wide(given), scores)], 1e-2)
+    expected = curved(*wide([*given, d, r]), scores)
+    assert_near(kernels.attention_bend(*given, d, r, *how, True), expected, 1e-2)
+    assert_near(kernels.attention_bend_packed(*given, d, r, *how), expected, 1e-2)
 
 
 @KERNELS
@@ -308,7 +315,7 @@ def test_kernel_writes_errors_apart_where_they_are_read_apart(kernels, other):
     assert str(graph.graph) == before
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@needs_triton
 @pytest.mark.parametrize("shape", [(2, 3, 20, 16), (6, 20, 16)], ids=str)
 def test_on_a_gpu_the_kernels_are_in_the_graph(monkeypatch, shape):
     """Traced on tensors without contents, so that no GPU is needed."""

@@ -75,7 +75,7 @@ def test_half_gelu(dtype):
 
 @needs_triton
 def test_kernel_in_the_interpreter():
-    interpreted("import test_kernels_activation as t; t.check_kernel()")
+    interpreted("test_kernels_activation", "check_kernel")
 
 
 def check_kernel() -> None:

@@ -1,6 +1,6 @@
 """The 3 x 3 convolutions with their neighbours: plain PyTorch against autograd, the kernels against plain PyTorch.
 
-The kernels run in Triton's interpreter, in a process of its own, where Triton is there.
+The kernels run in Triton's interpreter, in a process of its own.
 """
 
 import pytest
@@ -102,7 +102,7 @@ def test_operations_can_be_traced():
 
 @needs_triton
 def test_kernels_in_the_interpreter():
-    interpreted("import test_kernels_conv as t; t.check_kernels()")
+    interpreted("test_kernels_conv", "check_kernels")
 
 
 def check_kernels() -> None:
@@ -131,10 +131,8 @@ def _check_case(case, dtype: torch.dtype, tolerance: float) -> None:
     for function, args in calls:
         got = function(*args)
         expected = function(*(z.double() if isinstance(z, Tensor) else z for z in args))
-        again = function(*args)
-        for z, reference, other in zip(*map(_as_tuple, (got, expected, again)), strict=True):
+        for z, reference in zip(*map(_as_tuple, (got, expected)), strict=True):
             assert z.shape == reference.shape
-            assert torch.equal(z, other)
             error = (z.double() - reference).norm() / reference.norm()
             assert error < tolerance, (function, case, dtype, error)
     marked = conv.backward_input(d, w, stride, (height, width), a)

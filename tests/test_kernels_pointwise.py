@@ -1,12 +1,15 @@
 """The small kernels against plain PyTorch."""
 
 import os
+import unittest.mock
 
 import pytest
 import torch
 from interpreter import interpreted, needs_triton
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from threepass.kernels import pointwise
+from threepass.kernels.fuse import warm_up
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -49,6 +52,15 @@ def test_gated_sum_by_a_norm(dtype):
     torch.testing.assert_close(found, torch.where(opened, g + h, 0.0))
 
 
+def test_warm_up_launches_on_the_tensors_device():
+    """In the interpreter, which refuses a launch from a thread that has not made that device its current one."""
+    g, h, u = (torch.randn(2, 5, 7, 9).to(memory_format=torch.channels_last) for _ in range(3))
+    graph = make_fx(lambda *z: torch.ops.threepass.gated_sum(*z), tracing_mode="fake")(g, h, u).graph
+    with unittest.mock.patch.object(pointwise, "can_gate", wraps=pointwise.can_gate) as asked:
+        warm_up(graph)
+    assert asked.called
+
+
 @needs_triton
 def test_kernels_in_the_interpreter():
-    interpreted(f"import pytest; assert pytest.main(['-q', '-k', 'norm_numbers or gated_sum', {__file__!r}]) == 0")
+    interpreted("test_kernels_pointwise", "-k", "not interpreter")

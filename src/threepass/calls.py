@@ -3,7 +3,8 @@
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from ._torch_compat import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 Shape = tuple[int, tuple[str, ...], TreeSpec | None]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from ._torch_compat import tree_leaves
 from .engine import backward, forward, forward_again
 from .errors import Place, UnsupportedError
 from .gradients import Gradients

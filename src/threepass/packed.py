@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ._torch_compat import foreach_copy_
+
 FEW = 4  # so many are not worth a copy
 LARGE = 2**19  # numbers: to copy these takes longer than a kernel of their own does
 
@@ -44,7 +46,7 @@ def _pack(flat: Sequence[Tensor]) -> Tensor:
         rows.setdefault(z.dtype, []).append((place, z))
     for pairs in rows.values():
         places, values = zip(*pairs, strict=True)
-        torch._foreach_copy_(places, values)
+        foreach_copy_(places, values)
     return whole
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ._torch_compat import get_proxy_mode, set_mkldnn_enabled
 from .errors import CaptureError
 from .rules.table import is_users, name_of
 
@@ -93,6 +93,5 @@ def as_recorded(
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if func in (*_RECURRENT, torch.grid_sampler):
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
-            torch._C._set_mkldnn_enabled(False)
+            stack.callback(set_mkldnn_enabled, set_mkldnn_enabled(False))
         yield

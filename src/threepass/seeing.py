@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._pytree import tree_map
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from ._torch_compat import DisableTorchFunction, function_modes, function_modes_enabled, tree_map
 from .calls import flatten, tensors_in, unflatten
 from .replay import MULTI_HEAD
 from .rules.table import name_of
@@ -52,15 +52,14 @@ def functions_seen() -> Iterator[None]:
 
 def _shown_apply(cls, *args, **kwargs):
     func = types.MethodType(_original.__func__, cls)
-    enabled = torch._C._is_torch_function_mode_enabled()
-    modes = [m for m in _get_current_function_mode_stack() if isinstance(m, SeesFunctions)] if enabled else []
+    modes = [m for m in function_modes() if isinstance(m, SeesFunctions)] if function_modes_enabled() else []
     if not modes:
         return func(*args, **kwargs)
     if cls is CheckpointFunction:  # its backward works in loss.backward() only: run what it wraps
         return args[0](*args[2:])
     if cls.__module__ == CheckpointFunction.__module__:  # other checkpoints' own bookkeeping
         return func(*args, **kwargs)
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return modes[-1].__torch_function__(func, (), args, kwargs)
 
 

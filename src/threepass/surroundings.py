@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
+from ._torch_compat import DisableTorchFunction, no_dispatch_modes, tree_map
 from .errors import NormalizationWarning, warn_caller
 from .operation import Operation
 from .replay import random_state, set_random_state
@@ -47,7 +46,7 @@ def unchanged_on_error(model: nn.Module, always: bool = False) -> Iterator[None]
     finally:
         if always:
             set_random_state(rng, device)
-            with torch.no_grad(), _disable_current_modes():  # a tracer is not to see this
+            with torch.no_grad(), no_dispatch_modes():  # a tracer is not to see this
                 for where, name, buffer, contents in buffers:
                     where[name] = buffer
                     if not torch.equal(buffer, contents):
@@ -74,7 +73,7 @@ def inputs_inside(model: nn.Module, tape: Record, input_at: str | None) -> Itera
         first.append(module)
         if module is not first[0]:
             return output
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return tree_map(lambda z: tape.add_input(z) if _is_float(z) and not tape.is_active(z) else z, output)
 
     handles = [module.register_forward_hook(hook) for module in chosen]

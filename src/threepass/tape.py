@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from ._torch_compat import DisableTorchFunction, has_saved_tensor_hooks
 from .activations import Activations
 from .calls import flatten, tensors_in, unflatten
 from .errors import CaptureError, Place
@@ -55,7 +56,7 @@ class Record(Activations):
 
     def add_input(self, z: Tensor) -> Tensor:
         """Makes z an input of the net; returns the copy to go on with, which may be written to."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             leaf = z.detach().requires_grad_()
             start = leaf.clone()
             self.inputs.append((z, leaf, self._settle(start)))
@@ -200,7 +201,7 @@ class Record(Activations):
                 self._settle(u)
             return
         self.operations.append(op)
-        self.checkpointed |= torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        self.checkpointed |= has_saved_tensor_hooks()
         self.half.update({u.dtype for _, u in outputs} & set(HALF))
         first = outputs[0][1]
         base = first._base if len(outputs) == 1 else None

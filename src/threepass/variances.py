@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves, tree_map
 
+from ._torch_compat import tree_leaves, tree_map
 from .init import LAYERS, Fans, gain
 from .options import Options, check_loss, check_model, check_x
 from .surroundings import inputs_inside, trainable_surroundings, unchanged_on_error

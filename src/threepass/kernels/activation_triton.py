@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import half_gelu
+from .launch import on_its_device
 from .sums_triton import add_up
 
 PROGRAMS = 132 * 8  # of 4 warps: what an H200 holds at once
@@ -73,6 +74,7 @@ def _error_kernel(r, a, d, t, e, u, work, rows, part, KIND: tl.constexpr, C: tl.
     tl.store(work + tl.program_id(0) * C + column, tl.sum(total, 0), mask=column < C)
 
 
+@on_its_device
 def error(
     r: Tensor, a: Tensor, kind: int, d: Tensor | None, t: Tensor | None, e: Tensor, sums: Tensor, u: Tensor | None
 ) -> None:

@@ -13,9 +13,11 @@ t_S and d_P less their means so far, so that nothing large cancels in the end.
 from dataclasses import dataclass
 
 import torch
-import triton  # type: ignore[import-not-found,unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
+
+from .launch import on_its_device
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -372,8 +374,7 @@ def attention_tangent(
     by_token: bool,
 ) -> Tensor:
     """t_u; precision: of float32 products, as `tl.dot` has it; by_token: in memory (batch, queries, heads, w)."""
-    with torch.cuda.device_of(q):
-        return launch_tangent(q, k, v, t_q, t_k, t_v, scale, causal, precision, by_token)
+    return launch_tangent(q, k, v, t_q, t_k, t_v, scale, causal, precision, by_token)
 
 
 @attention_tangent.register_fake
@@ -397,8 +398,7 @@ def attention_bend(
     by_token: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """R{d} of q, k and v; by_token: each in memory (batch, queries or keys, heads, width)."""
-    with torch.cuda.device_of(q):
-        return launch_bend(q, k, v, t_q, t_k, t_v, d, r, scale, causal, precision, by_token)
+    return launch_bend(q, k, v, t_q, t_k, t_v, d, r, scale, causal, precision, by_token)
 
 
 @attention_bend.register_fake
@@ -422,8 +422,7 @@ def attention_bend_packed(
 ) -> Tensor:
     """The same of q, k and v of one shape, as one tensor; in memory (batch, tokens, 3, heads, width)."""
     out = _empty_packed(q)
-    with torch.cuda.device_of(q):
-        launch_bend(q, k, v, t_q, t_k, t_v, d, r, scale, causal, precision, out=tuple(out.unbind()))
+    launch_bend(q, k, v, t_q, t_k, t_v, d, r, scale, causal, precision, out=tuple(out.unbind()))
     return out
 
 
@@ -437,6 +436,7 @@ def _empty_packed(q: Tensor) -> Tensor:
     return q.new_empty((batch, tokens, 3, heads, width)).permute(2, 0, 3, 1, 4)
 
 
+@on_its_device
 def launch_tangent(q, k, v, t_q, t_k, t_v, scale, causal, precision, by_token, blocks: Blocks | None = None) -> Tensor:
     """The tangent's kernel on these tensors; `blocks`: other than the usual ones."""
     (batch, heads, queries, n), (keys, w) = q.shape, v.shape[-2:]
@@ -451,6 +451,7 @@ def launch_tangent(q, k, v, t_q, t_k, t_v, scale, causal, precision, by_token, b
     return out
 
 
+@on_its_device
 def launch_bend(
     q, k, v, t_q, t_k, t_v, d, r, scale, causal, precision, by_token=False, blocks: BendBlocks | None = None, out=None
 ) -> tuple[Tensor, Tensor, Tensor]:

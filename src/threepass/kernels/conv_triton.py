@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import on_its_device
 from .rounding_triton import rounded_randomly
 
 
@@ -309,6 +310,7 @@ def _forward_output(a: Tensor, w: Tensor, stride: int) -> tuple[Tensor, int]:
     return _empty(a, w.shape[0], (height, width)), a.shape[0] * height * width
 
 
+@on_its_device
 def forward(
     a: Tensor,
     w: Tensor,
@@ -336,6 +338,7 @@ def forward(
     return out
 
 
+@on_its_device
 def forward_tangent(
     t: Tensor, w: Tensor, stride: int, a: Tensor, ratio: Tensor, seed: Tensor, blocks: Blocks | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -348,6 +351,7 @@ def forward_tangent(
     return t_out, mix
 
 
+@on_its_device
 def backward_input(
     d: Tensor, w: Tensor, stride: int, size: tuple[int, int], opened: Tensor | None, blocks: Blocks | None = None
 ) -> Tensor:
@@ -368,6 +372,7 @@ def backward_input(
     return g
 
 
+@on_its_device
 def backward_weight(
     d: Tensor, m: Tensor, stride: int, channels_last: bool, blocks: Blocks | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import on_its_device
 from .rounding_triton import rounded_randomly
 from .sums_triton import add_up
 
@@ -152,6 +153,7 @@ def _bend_kernel(a, t, d, r, r_2, w, bent, work, rows, part, eps,
             _store_row(work, count, 2, before, C, BC)
 
 
+@on_its_device
 def tangent(
     t: Tensor, t_2: Tensor | None, a: Tensor, d: Tensor | None, w: Tensor | None, b: Tensor | None,
     ratio: Tensor | None,
@@ -168,6 +170,7 @@ def tangent(
     add_up(work, g)
 
 
+@on_its_device
 def bend(
     a: Tensor, t: Tensor, d: Tensor, r: Tensor | None, r_2: Tensor | None, w: Tensor | None, eps: float,
     bent: Tensor, g: Tensor | None,

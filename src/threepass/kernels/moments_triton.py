@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..rules.norm import TINY
+from .launch import on_its_device
 
 PROGRAMS = 264  # 2 for each processor of an H200
 CHANNELS, BYTES = 64, 8192  # of a tile, at most
@@ -96,6 +97,7 @@ def gated_moments(
     return z, _run(g, h, u, numbers, z, a, mean, rstd, None, None)
 
 
+@on_its_device
 def _run(z, h, u, numbers, out, a, mean, rstd, d, w) -> Tensor:
     channels = z.shape[1]
     pixels, rows = z.numel() // channels, 2 if d is None else 3

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import on_its_device
+
 
 @triton.jit
 def _numbers_kernel(mean, rstd, weight, bias, out, channels, BLOCK: tl.constexpr):
@@ -23,6 +25,7 @@ def _numbers_kernel(mean, rstd, weight, bias, out, channels, BLOCK: tl.constexpr
     tl.store(out + channels + c, shift, mask=inside)
 
 
+@on_its_device
 def norm_numbers(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     channels = len(mean)
     out = torch.empty((2, channels), dtype=mean.dtype, device=mean.device)
@@ -44,6 +47,7 @@ def _gated_sum_kernel(g, h, u, numbers, out, count, C: tl.constexpr, BLOCK: tl.c
     tl.store(out + i, tl.where(z > 0, total, 0.0).to(out.dtype.element_ty), mask=inside)
 
 
+@on_its_device
 def gated_sum(g: Tensor, h: Tensor, u: Tensor, numbers: Tensor | None) -> Tensor:
     out, count = torch.empty_like(g), g.numel()
     channels = 1 if numbers is None else numbers.shape[1]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import _torch_compat
 from .table import Map, rule
 
 _aten = torch.ops.aten
@@ -35,7 +36,7 @@ def sigmoid(u: Tensor, a: Tensor) -> Map:
     return _smooth(lambda s: _aten.sigmoid_backward(s, u), u, lambda u: u * (1 - u) * (1 - 2 * u))
 
 
-@rule(torch._C._nn.silu)
+@rule(_torch_compat.silu)
 def silu(u: Tensor, a: Tensor) -> Map:
     """f = a σ, f'' = σ (1 - σ) (2 + a (1 - 2 σ))"""
     a = a.detach()

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .._torch_compat import safe_softmax
 from ..kernels import runs_on
 from .table import Map, Signal, rule
 
@@ -66,7 +67,7 @@ class Scores:
         mask = torch.ones_like(s, dtype=torch.bool).tril() if self.causal else self.mask
         if mask is not None:
             s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask
-        return torch.ops.aten._safe_softmax(s, -1)
+        return safe_softmax(s, -1)
 
 
 def tangent(q, k, v, t_q, t_k, t_v, scores: Scores) -> Tensor | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._torch_compat import batch_norm_backward, batch_norm_forward
 from .table import Map, Tap, rule
 
 _aten = torch.ops.aten
@@ -52,7 +53,7 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, a, weight, bias, running_mean, running_var, momentum, eps, cudnn_enabled):
-        u, *saved, kind = _aten._batch_norm_impl_index(
+        u, *saved, kind = batch_norm_forward(
             a, weight, bias, running_mean, running_var, True, momentum, eps, cudnn_enabled
         )
         ctx.save_for_backward(a, weight, *saved)
@@ -64,9 +65,7 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx, d):
         a, weight, mean, rstd, reserve = ctx.saved_tensors
         (kind, eps), mask = ctx.how, list(ctx.needs_input_grad[:3])
-        errors = _aten._batch_norm_impl_index_backward(
-            kind, a, d, not_zero(weight), None, None, mean, rstd, True, eps, mask, reserve
-        )
+        errors = batch_norm_backward(kind, a, d, not_zero(weight), None, None, mean, rstd, True, eps, mask, reserve)
         return *(e if needed else None for e, needed in zip(errors, mask, strict=True)), *[None] * 5
 
 

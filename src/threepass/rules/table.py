@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch_compat import OpOverload, OpOverloadPacket, overload_of
+
 Signal = list[Tensor | None]
 
 
@@ -125,10 +127,10 @@ def rule_for(func: Callable[..., Any]) -> Rule | None:
 
 def key_of(func: Any) -> Any:
     """What an operation is registered under: the Function class behind its `apply`, the packet of an overload."""
-    if isinstance(func, torch._ops.OpOverload):
+    if isinstance(func, OpOverload):
         return func.overloadpacket
     if isinstance(func, torch.library.CustomOpDef):
-        return func._opoverload.overloadpacket
+        return overload_of(func).overloadpacket
     owner = getattr(func, "__self__", None)
     return owner if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) else func
 
@@ -136,7 +138,7 @@ def key_of(func: Any) -> Any:
 def name_of(func: Any) -> str:
     """The operation's name as a user would say it."""
     key = key_of(func)
-    if isinstance(key, torch._ops.OpOverloadPacket):
+    if isinstance(key, OpOverloadPacket):
         return str(key)
     name = getattr(key, "__name__", str(key))
     owner = getattr(key, "__self__", None)
@@ -146,7 +148,7 @@ def name_of(func: Any) -> str:
 def is_users(func: Any) -> bool:
     """Whether an operation is somebody's own: an `autograd.Function` or a custom op."""
     key = key_of(func)
-    return isinstance(key, type) or (isinstance(key, torch._ops.OpOverloadPacket) and not str(key).startswith("aten."))
+    return isinstance(key, type) or (isinstance(key, OpOverloadPacket) and not str(key).startswith("aten."))
 
 
 def is_flat(func: Any) -> bool:

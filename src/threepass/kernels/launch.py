@@ -1,0 +1,26 @@
+"""The device that a kernel is launched on."""
+
+import functools
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_its_device(launcher: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
+    """Makes the device of the first operand the current one for the time of the call.
+
+    Triton launches a kernel on the thread's current device, not on that of its operands: without this, a model on
+    cuda:1 would be computed on cuda:0, in a new thread even where the caller has chosen cuda:1.
+    """
+
+    @functools.wraps(launcher)
+    def launch(first: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.cuda.device_of(first):
+            return launcher(first, *args, **kwargs)
+
+    return launch
