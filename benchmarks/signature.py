@@ -45,16 +45,16 @@ def measure(name: str, rounds: int) -> dict[str, float | int | str]:
         "net": name,
         "modules": len(list(model.modules())),
         "tensors": len(list(model.parameters())) + len(list(model.buffers())),
-        "quick look": microseconds(signature.state, rounds, 200),
-        "inputs": microseconds(inputs, rounds, 200),
-        "call": microseconds(lambda: (signature.state(), inputs()), rounds, 200),
-        "full description": microseconds(lambda: Signature(model, F.cross_entropy).state(), rounds, 3),
+        "quick look": microseconds(signature.state, rounds, 20),
+        "inputs": microseconds(inputs, rounds, 20),
+        "call": microseconds(lambda: (signature.state(), inputs()), rounds, 20),
+        "full description": microseconds(lambda: Signature(model, F.cross_entropy).state(), rounds, 1),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -119,6 +119,10 @@ def test_failures_are_not_tried_for_ever():
     table.make = fail
     assert table.calls("aabbccddee") == "e" * 10
     assert table.made == 3
+    for i in range(5):
+        table.watched.items = {"model.p": (float, float(i).hex())}
+        assert table.calls("a") == "e"
+    assert table.made == 3
     with pytest.warns(threepass.UncompiledWarning, match="because capturing it failed with ValueError: no. To get"):
         table.programs.eagerly(lambda: None, CPU)
 

@@ -79,7 +79,7 @@ class Programs(Generic[P]):
         self.signature, self.required, self.max_programs = signature, required, max_programs
         self._entries: OrderedDict[Key, Entry[P]] = OrderedDict()  # the most recently used last
         self._newest: Entry[P] | None = None
-        self._wasted = self._unsettled = 0  # in a row
+        self._wasted = self._failed = self._unsettled = 0  # attempts, in a row
         self._warned: set[str] = set()
         self._due: CaptureError | None = None
 
@@ -98,7 +98,7 @@ class Programs(Generic[P]):
         """Forgets everything: each signature is captured anew."""
         self._entries.clear()
         self._newest, self._due = None, None
-        self._wasted = self._unsettled = 0
+        self._wasted = self._failed = self._unsettled = 0
         self._warned.clear()
 
     def find(
@@ -139,6 +139,8 @@ class Programs(Generic[P]):
         """Whether a signature without a program is to be captured at this call."""
         alike = [e for e in self._entries.values() if e.key[:2] == entry.key[:2] and e is not entry]
         if entry.failed or self._unsettled >= ATTEMPTS or sum(e.failed for e in alike) >= ATTEMPTS:
+            return False
+        if entry.calls == 1 and self._failed >= ATTEMPTS:  # it may be another state at every call
             return False
         if entry.calls == 1 and any(e.program is not None for e in alike) and not recurring:
             log.info("new inputs, %s: this step runs eagerly, and is captured if they come again", entry.label)
@@ -202,11 +204,12 @@ class Programs(Generic[P]):
             log.info("this step runs eagerly, and is tried again: %s", error)
         except Exception as error:
             entry.failed = True
+            self._failed += 1
             self.refuse(error)
         else:
             entry.program, entry.seconds = program, time.perf_counter() - began
             self._count_waste(entry)
-            self._unsettled = 0
+            self._failed = self._unsettled = 0
             self._take_state_again(entry)
             check = f", {program.check_seconds:.1f} s of them to check it" if program.check_seconds else ""
             place = f"program {len(self)} of at most {self.max_programs}"
