@@ -198,6 +198,11 @@ CHANGES = {
     "forward pre-hook": lambda w, v: w.hook(
         "pre", lambda: w.model.last.register_forward_pre_hook(lambda module, args: (args[0] * v,))
     ),
+    "another hook in its place": lambda w, v: w.model.act._forward_hooks.update({-1: multiplied(v)}),
+    "backward hook": lambda w, v: w.hook("back", lambda: w.model.act.register_full_backward_hook(scaled_error)),
+    "backward pre-hook": lambda w, v: w.hook(
+        "back pre", lambda: w.model.norm.register_full_backward_pre_hook(lambda module, d: (d[0] * v,))
+    ),
     "hook with a variable": lambda w, v: w.hook("cell", lambda: w.model.norm.register_forward_hook(reading_hook())),
     "variable of a hook": lambda w, v: setattr(CELL, "cell_contents", v),
     "hook on all modules": lambda w, v: w.hook(
