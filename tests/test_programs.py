@@ -225,6 +225,8 @@ def test_require_raises_and_nothing_else_happens():
     step = threepass.ThreePass(model, F.cross_entropy, compile="require")
     with pytest.raises(threepass.CaptureError, match=r'compile="require": this step cannot run .* because ') as raised:
         step(torch.randn(5, 4), torch.randint(3, (5,)))
+    with pytest.raises(threepass.CaptureError):  # again, and not eagerly
+        step(torch.randn(5, 4), torch.randint(3, (5,)))
     assert isinstance(raised.value, RuntimeError)
     assert raised.value.__cause__ is not None
     assert all(p.grad is None for p in model.parameters())

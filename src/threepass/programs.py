@@ -138,9 +138,7 @@ class Programs(Generic[P]):
     def _is_time(self, entry: Entry[P], recurring: bool) -> bool:
         """Whether a signature without a program is to be captured at this call."""
         alike = [e for e in self._entries.values() if e.key[:2] == entry.key[:2] and e is not entry]
-        if entry.failed or self._unsettled >= ATTEMPTS or sum(e.failed for e in alike) >= ATTEMPTS:
-            return False
-        if entry.calls == 1 and self._failed >= ATTEMPTS:  # it may be another state at every call
+        if not self.required and (entry.failed or self._has_failed(entry, alike)):
             return False
         if entry.calls == 1 and any(e.program is not None for e in alike) and not recurring:
             log.info("new inputs, %s: this step runs eagerly, and is captured if they come again", entry.label)
@@ -149,6 +147,11 @@ class Programs(Generic[P]):
             self._say_what_keeps_changing(entry)
             return False
         return self._has_room(entry)
+
+    def _has_failed(self, entry: Entry[P], alike: list[Entry[P]]) -> bool:
+        """Whether so many attempts have failed that this one is left out; programs that are required are tried."""
+        at_each_state = entry.calls == 1 and self._failed >= ATTEMPTS
+        return at_each_state or self._unsettled >= ATTEMPTS or sum(e.failed for e in alike) >= ATTEMPTS
 
     def _say_what_keeps_changing(self, entry: Entry[P]) -> None:
         assert self._newest is not None
