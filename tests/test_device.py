@@ -84,6 +84,27 @@ def test_a_compiled_step_on_a_gpu_is_the_eager_one(name, mode):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_programs_for_several_shapes_share_memory_on_a_gpu():
+    """Sums in `p.grad`, begun by one CUDA graph, outlast the replays of the others and the end of their own graph."""
+    if not torch.cuda.is_available():
+        pytest.skip("no accelerator here")
+    torch.manual_seed(0)
+    model = models.mlp(48, 64, 10).double().cuda()
+    step = threepass.ThreePass(model, F.cross_entropy, compile=True)
+    step.compiled.max_programs = 2
+    batches = {n: (torch.randn(n, 48).double().cuda(), torch.randint(10, (n,)).cuda()) for n in (8, 16, 24)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", threepass.UncompiledWarning)
+        for order in ([8, 8, 16], [16, 8, 16], [24, 24, 16], [24, 24, 24], [24, 16, 24], [16, 24, 8]):
+            model.zero_grad()
+            expected = [threepass.three_pass(model, F.cross_entropy, *batches[n]).grads for n in order]
+            for n in order:
+                step(*batches[n])
+            sums = {name: sum(grads[name] for grads in expected) for name in expected[0]}
+            assert_close({n: p.grad for n, p in model.named_parameters()}, sums, 1e-6)
+    assert [entry.label[-9:] for entry in step.compiled.programs.entries] == ["int64[16]", "int64[24]"]
+
+
 @pytest.mark.parametrize("kind", ["linear", "conv", "norm"])
 def test_slope_of_the_third_pass_is_one_in_a_compiled_bf16_step_on_a_gpu(kind):
     if not torch.cuda.is_available():

@@ -119,6 +119,10 @@ def test_failures_are_not_tried_for_ever():
     table.make = fail
     assert table.calls("aabbccddee") == "e" * 10
     assert table.made == 3
+    for i in range(5):
+        table.watched.items = {"model.p": (float, float(i).hex())}
+        assert table.calls("a") == "e"
+    assert table.made == 3
     with pytest.warns(threepass.UncompiledWarning, match="because capturing it failed with ValueError: no. To get"):
         table.programs.eagerly(lambda: None, CPU)
 
@@ -220,6 +224,8 @@ def test_require_raises_and_nothing_else_happens():
     model = Branching(4, 3)
     step = threepass.ThreePass(model, F.cross_entropy, compile="require")
     with pytest.raises(threepass.CaptureError, match=r'compile="require": this step cannot run .* because ') as raised:
+        step(torch.randn(5, 4), torch.randint(3, (5,)))
+    with pytest.raises(threepass.CaptureError):  # again, and not eagerly
         step(torch.randn(5, 4), torch.randint(3, (5,)))
     assert isinstance(raised.value, RuntimeError)
     assert raised.value.__cause__ is not None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from close import assert_close
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -198,12 +198,17 @@ CHANGES = {
     "forward pre-hook": lambda w, v: w.hook(
         "pre", lambda: w.model.last.register_forward_pre_hook(lambda module, args: (args[0] * v,))
     ),
+    "another hook in its place": lambda w, v: w.model.act._forward_hooks.update({-1: multiplied(v)}),
+    "backward hook": lambda w, v: w.hook("back", lambda: w.model.act.register_full_backward_hook(scaled_error)),
+    "backward pre-hook": lambda w, v: w.hook(
+        "back pre", lambda: w.model.norm.register_full_backward_pre_hook(lambda module, d: (d[0] * v,))
+    ),
     "hook with a variable": lambda w, v: w.hook("cell", lambda: w.model.norm.register_forward_hook(reading_hook())),
     "variable of a hook": lambda w, v: setattr(CELL, "cell_contents", v),
     "hook on all modules": lambda w, v: w.hook(
         "global", lambda: nn.modules.module.register_module_forward_hook(multiplied(v))
     ),
-    "hook on a parameter": lambda w, v: w.hook("parameter", lambda: w.model.last.bias.register_hook(lambda g: g * v)),
+    "hook on a parameter": lambda w, v: w.hook("parameter", lambda: w.model.last.weight.register_hook(lambda g: g * v)),
     "loss module: buffer": lambda w, v: replaced(w.module, "weight", v),
     "loss module: evaluation": lambda w, v: w.module.train(not w.module.training),
     "loss module: number": lambda w, v: setattr(w.module, "smoothing", v / 8),
@@ -272,11 +277,11 @@ def traced_only():
 
 KINDS = ["module", "closure", "partial", "method"]
 SEQUENCES = st.lists(
-    st.tuples(st.sampled_from(sorted(CHANGES)), st.sampled_from([0.5, 1.0, 1.5])), min_size=6, max_size=14
+    st.tuples(st.sampled_from(sorted(CHANGES)), st.sampled_from([0.5, 1.0, 1.5])), min_size=5, max_size=12
 )
 
 
-@settings(max_examples=16)
+@settings(max_examples=10, phases=[Phase.generate])  # each change is a capture: shrinking would take minutes
 @given(st.sampled_from(KINDS), SEQUENCES, st.integers(1, 4))
 @pytest.mark.filterwarnings("ignore::threepass.UncompiledWarning")
 def test_whatever_changes_compiled_is_eager(kind, changes, most):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from .capture import Captured, Program, capture
+from .capture import Captured, CudaGraph, Program, capture
 from .engine import Result, run
 from .errors import CaptureError
 from .options import Options, check_model
@@ -105,7 +105,7 @@ class CompiledSteps:
         self.programs: Programs[Step] = Programs(Signature(model, loss_fn), required)
         self._weights: dict[Hashable, Tensor] = {}
         self._seed: Tensor | None = None
-        self._pool: Any = None
+        self._newest: CudaGraph | None = None  # keeps the graphs' memory pool alive when others make room
         self._graph_memory: set[int] = set()
 
     @property
@@ -132,6 +132,7 @@ class CompiledSteps:
     def reset(self) -> None:
         """Forgets all programs: every signature is captured anew."""
         self.programs.reset()
+        self._newest = None
 
     def report(self) -> str:
         """The programs, with their inputs, how often they were used, and what capturing them took."""
@@ -199,7 +200,7 @@ class CompiledSteps:
         with torch.inference_mode(False):
             step = _capture(self, flat, spec, options, third)
         if step.captured.graph is not None:
-            self._pool = step.captured.graph.pool
+            self._newest = step.captured.graph
             self._graph_memory.update(z.data_ptr() for z in step.captured.outputs)
         return step
 
@@ -242,7 +243,8 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, options: Opt
     weights, seed = steps._weights_of(options), steps._seed_for(None, 0)
     inputs = [weights, seed, *(z for z in flat if isinstance(z, Tensor))]
     restore = partial(_restored, model, loss_fn, signature)
-    captured = capture(step, inputs, restore=restore, weights=weights if third else None, pool=steps._pool)
+    pool = None if steps._newest is None else steps._newest.pool
+    captured = capture(step, inputs, restore=restore, weights=weights if third else None, pool=pool)
     signature.settle(captured.program.state)
     return Step(captured, [named[n] for n in names], names, made[0], leaves, made[1], steps._graph_memory)
 

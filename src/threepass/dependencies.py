@@ -38,8 +38,11 @@ _MEMBERS = ("_parameters", "_buffers", "_modules")
 _OTHER_HOOKS = (  # of checkpoints, or flags of the hooks above
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-    "_non_persistent_buffers_set",
+    "_non_persistent_buffers_set", "_is_full_backward_hook",
 )  # fmt: skip
+_METADATA = frozenset(
+    ("in_channels", "out_channels", "in_features", "out_features")
+)  # that PyTorch's layers only print
 _WALKED = frozenset((*_HOOKS, *_MEMBERS, *_OTHER_HOOKS))
 _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(getattr(torch_module, f"_global{name}") for name in _HOOKS)
 
@@ -239,6 +242,8 @@ class Dependencies:
         names = self._class(type(module))
         fields = module.__dict__
         left_out = _WALKED | self._ignored.get(module, set())
+        if type(module).__module__.startswith("torch.nn."):
+            left_out |= _METADATA
         self._attributes(path, fields, [n for n in fields if n not in left_out], names, 0, module, whole=True)
         for kind in _MEMBERS:
             members = fields[kind]

@@ -79,7 +79,7 @@ class Programs(Generic[P]):
         self.signature, self.required, self.max_programs = signature, required, max_programs
         self._entries: OrderedDict[Key, Entry[P]] = OrderedDict()  # the most recently used last
         self._newest: Entry[P] | None = None
-        self._wasted = self._unsettled = 0  # in a row
+        self._wasted = self._failed = self._unsettled = 0  # attempts, in a row
         self._warned: set[str] = set()
         self._due: CaptureError | None = None
 
@@ -98,7 +98,7 @@ class Programs(Generic[P]):
         """Forgets everything: each signature is captured anew."""
         self._entries.clear()
         self._newest, self._due = None, None
-        self._wasted = self._unsettled = 0
+        self._wasted = self._failed = self._unsettled = 0
         self._warned.clear()
 
     def find(
@@ -138,7 +138,7 @@ class Programs(Generic[P]):
     def _is_time(self, entry: Entry[P], recurring: bool) -> bool:
         """Whether a signature without a program is to be captured at this call."""
         alike = [e for e in self._entries.values() if e.key[:2] == entry.key[:2] and e is not entry]
-        if entry.failed or self._unsettled >= ATTEMPTS or sum(e.failed for e in alike) >= ATTEMPTS:
+        if not self.required and (entry.failed or self._has_failed(entry, alike)):
             return False
         if entry.calls == 1 and any(e.program is not None for e in alike) and not recurring:
             log.info("new inputs, %s: this step runs eagerly, and is captured if they come again", entry.label)
@@ -147,6 +147,11 @@ class Programs(Generic[P]):
             self._say_what_keeps_changing(entry)
             return False
         return self._has_room(entry)
+
+    def _has_failed(self, entry: Entry[P], alike: list[Entry[P]]) -> bool:
+        """Whether so many attempts have failed that this one is left out; programs that are required are tried."""
+        at_each_state = entry.calls == 1 and self._failed >= ATTEMPTS
+        return at_each_state or self._unsettled >= ATTEMPTS or sum(e.failed for e in alike) >= ATTEMPTS
 
     def _say_what_keeps_changing(self, entry: Entry[P]) -> None:
         assert self._newest is not None
@@ -202,11 +207,12 @@ class Programs(Generic[P]):
             log.info("this step runs eagerly, and is tried again: %s", error)
         except Exception as error:
             entry.failed = True
+            self._failed += 1
             self.refuse(error)
         else:
             entry.program, entry.seconds = program, time.perf_counter() - began
             self._count_waste(entry)
-            self._unsettled = 0
+            self._failed = self._unsettled = 0
             self._take_state_again(entry)
             check = f", {program.check_seconds:.1f} s of them to check it" if program.check_seconds else ""
             place = f"program {len(self)} of at most {self.max_programs}"

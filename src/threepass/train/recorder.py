@@ -40,7 +40,7 @@ class Recorder:
         self.device = device
         self.programs: Programs[Recording] = Programs(Signature(model, loss_fn), required)
         self.seconds = 0.0  # spent on recording
-        self._pool: Any = None
+        self._newest: CudaGraph | None = None  # keeps the graphs' memory pool alive when others make room
 
     @property
     def bytes(self) -> int | None:
@@ -93,6 +93,5 @@ class Recorder:
     def _graphed(self, f: Callable[[], Any], restore: Callable[[], Any]) -> CudaGraph:
         with torch.cuda.device(self.device), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This instance was constructed with capturable=True")
-            graph = CudaGraph(f, restore, self._pool)
-        self._pool = graph.pool
-        return graph
+            self._newest = CudaGraph(f, restore, None if self._newest is None else self._newest.pool)
+        return self._newest
