@@ -42,11 +42,18 @@ def main() -> None:
     parser.add_argument("--nets", default=",".join(NETS))
     parser.add_argument("--precisions", default=None, help="of tf32, bf16, float32")
     parser.add_argument("--processes", type=int, default=1, help="so many nets at a time")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stops then, with what is done")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.precisions = args.precisions or ("tf32,bf16" if args.device == "cuda" else "float32,bf16")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    rows = in_processes(args) if args.processes > 1 else in_process(args)
+    if args.processes > 1:
+        write(args, in_processes(args))
+    else:
+        in_process(args)
+
+
+def write(args: argparse.Namespace, rows: list[dict]) -> None:
     device = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     summary = {
         "captures": sum(len(row["checks"]) for row in rows),
@@ -55,13 +62,19 @@ def main() -> None:
     }
     report = {"device": device, "torch": torch.__version__, "size": args.size, **summary, "rows": rows}
     args.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(summary))
+    if args.processes > 1:
+        print(json.dumps(summary))
 
 
 def in_processes(args: argparse.Namespace) -> list[dict]:
     """Nets side by side, each in a process of its own."""
     todo, running, rows = args.nets.split(","), {}, []
+    end = time.monotonic() + 60 * args.minutes
     while todo or running:
+        if time.monotonic() > end:
+            todo = []
+            for process, _ in running.values():
+                process.kill()
         while todo and len(running) < args.processes:
             net = todo.pop(0)
             part = args.out.with_name(f"{args.out.stem}-{net}.part")
@@ -72,20 +85,21 @@ def in_processes(args: argparse.Namespace) -> list[dict]:
         for net, (process, part) in list(running.items()):
             if process.poll() is not None:
                 del running[net]
-                found = json.loads(part.read_text())["rows"] if part.exists() else []
-                rows += found or [{"net": net, "checks": [], "failed": f"exit status {process.returncode}"}]
+                rows += json.loads(part.read_text())["rows"] if part.exists() else []
+                if process.returncode and time.monotonic() <= end:
+                    rows.append({"net": net, "checks": [], "failed": f"exit status {process.returncode}"})
                 part.unlink(missing_ok=True)
     return rows
 
 
-def in_process(args: argparse.Namespace) -> list[dict]:
-    rows = []
+def in_process(args: argparse.Namespace) -> None:
+    rows: list[dict] = []
     for net in args.nets.split(","):
         for precision in args.precisions.split(","):
             for mode in MODES:
                 rows.append(one(net, precision, mode, args))
+                write(args, rows)
                 print({k: v for k, v in rows[-1].items() if k != "checks"}, summary_of(rows[-1]), flush=True)
-    return rows
 
 
 def summary_of(row: dict) -> str:

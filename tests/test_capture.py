@@ -500,7 +500,7 @@ class DistributedDataParallel(nn.Sequential):
     ("make", "reason"),
     [
         (Replacing, "replaces a buffer by another tensor"),
-        (Reading, "a number is read out of a tensor"),
+        (Reading, "a value is read out of a tensor"),
         (lambda: Redrawn(nn.Linear(6, 8), nn.Linear(8, 10)), "what an activation checkpoint runs again draws random"),
         (lambda: DistributedDataParallel(nn.Linear(6, 10)), "exchanges gradients between processes"),
     ],

@@ -138,7 +138,7 @@ class Replacing(Branching):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (Branching, "a number is read out of a tensor"),
+        (Branching, "a value is read out of a tensor"),
         (hooked, "has a hook on its gradient"),
         (Replacing, "replaces a buffer by another tensor"),
     ],
