@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections import Counter, UserDict
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -582,3 +583,23 @@ def test_equal_gradients_are_tensors_of_their_own():
     model, x, y = Twice().double(), torch.randn(4, 6).double(), torch.randint(10, (4,))
     threepass.ThreePass(model, F.cross_entropy, compile=True)(x, y)
     assert len({p.grad.data_ptr() for p in model.parameters()}) == len(list(model.parameters()))
+
+
+@dataclass
+class Boxed:
+    """No container that PyTorch knows."""
+
+    scores: torch.Tensor
+
+
+class Boxing(nn.Linear):
+    def forward(self, x):
+        return Boxed(super().forward(x))
+
+
+def test_an_output_that_a_program_cannot_give_anew_is_refused(traced_only):
+    model, x, y = Boxing(6, 10).double(), torch.randn(4, 6).double(), torch.randint(10, (4,))
+    step = threepass.ThreePass(model, lambda out, y: F.cross_entropy(out.scores, y), compile=True)
+    with pytest.warns(threepass.UncompiledWarning, match="the model returns a Boxed"):
+        step(x, y)
+    torch.testing.assert_close(step(2 * x, y).output.scores, F.linear(2 * x, model.weight, model.bias))

@@ -17,6 +17,7 @@ from torch.amp import GradScaler
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from .capture import Captured, CudaGraph, Program, capture
+from .dependencies import PLAIN
 from .engine import Result, run
 from .errors import CaptureError
 from .options import Options, check_model
@@ -235,6 +236,12 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, options: Opt
         dicts = [z for z in (r.grads, r.backprop_grads, r.third_grads) if z is not None]
         found, result_spec = tree_flatten((r.output, r.loss, r.input_loss, r.input_grad))
         others = [leaf for leaf in found if isinstance(leaf, Tensor)]
+        for leaf in found:
+            if not isinstance(leaf, (Tensor, *PLAIN)):
+                raise CaptureError(
+                    f"the model returns a {type(leaf).__name__}, whose contents a captured program cannot give anew; "
+                    "return tensors, or tuples, lists and dicts of tensors"
+                )
         places = iter(range(len(others)))
         names[:], made[:] = r.grads, [len(dicts), result_spec]
         leaves[:] = [_Place(next(places)) if isinstance(leaf, Tensor) else leaf for leaf in found]
