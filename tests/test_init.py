@@ -143,7 +143,7 @@ def test_the_report_says_what_was_done():
         (
             nn.Linear(2, 2),
             ("orthogonal",),
-            "scheme must be one of xavier, kaiming, geometric, balanced, got 'orthogonal'",
+            "scheme must be one of xavier, kaiming, geometric, balanced, xavier-relu, kaiming-out, got 'orthogonal'",
         ),
         (nn.Linear(2, 2), ("xavier", "gelu"), "nonlinearity must be one of relu, linear, tanh, sigmoid, got 'gelu'"),
         (nn.Sequential(nn.LazyLinear(2)), ("xavier",), "layer '0' has no size yet: run the model once"),

@@ -77,7 +77,7 @@ def test_mlp_activations():
     for activation, kind in [("relu", nn.ReLU), ("sigmoid", nn.Sigmoid), ("tanh", nn.Tanh), (nn.GELU, nn.GELU)]:
         model = models.mlp(4, 3, 3, 2, activation=activation)
         assert [type(m) for m in model] == [nn.Flatten, nn.Linear, kind, nn.Linear, kind, nn.Linear]
-    with pytest.raises(ValueError, match="activation must be one of relu, sigmoid, tanh or a class, got 'swish'"):
+    with pytest.raises(ValueError, match="activation must be one of relu, gelu, sigmoid, tanh or a class, got 'swish'"):
         models.mlp(4, 2, activation="swish")
     with pytest.raises(ValueError, match="an input and an output size"):
         models.mlp(4)
