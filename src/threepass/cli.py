@@ -295,6 +295,7 @@ def reproduce(
         list: train nothing; list what is done and what is not.
         page: where the page goes; default: docs/claims.md, with --quick claims.md beside the records.
     """
+    from .study.reproduce import page as claims
     from .study.reproduce import plan, runner
 
     scale = plan.Scale(seeds, epochs, examples)
@@ -310,6 +311,8 @@ def reproduce(
         return
     if jobs:
         runner.train_missing(jobs, folder, place, minutes)
+    target = page or (folder / "claims.md" if quick else Path("docs/claims.md"))
+    print(f"page: {claims.write(folder, target, scale, Path())}")
 
 
 COMMANDS: tuple[Callable[..., None], ...] = (compare, train, reproduce, bench, report, data, init_study)

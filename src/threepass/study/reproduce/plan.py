@@ -186,10 +186,7 @@ def rates(scale: Scale) -> Iterator[Job]:
     for seed in scale.seeds_of(1):
         for alpha in sorted(GRID_ALPHAS, key=lambda a: a not in (0.1, 1.0)):
             for lr in RATES:
-                cell = {"alpha": f"{alpha:g}", "eta": f"{lr:g}"}
-                yield s.job(
-                    "cifar10", "plain20", f"alpha {alpha:g}, eta {lr:g}", 40, seed, cell=cell, alpha=alpha, lr=lr
-                )
+                yield s.job("cifar10", "plain20", f"alpha {alpha:g}, eta {lr:g}", 40, seed, alpha=alpha, lr=lr)
 
 
 def batches(scale: Scale) -> Iterator[Job]:
@@ -198,9 +195,8 @@ def batches(scale: Scale) -> Iterator[Job]:
     for seed in scale.seeds_of(1):
         for alpha in sorted(GRID_ALPHAS, key=lambda a: a not in (0.1, 1.0)):
             for size in reversed(BATCHES):
-                cell = {"alpha": f"{alpha:g}", "batch": str(size)}
                 settings: dict[str, Any] = {"alpha": alpha, "lr": 0.01, "eta_over_alpha": True, "batch_size": size}
-                yield s.job("cifar10", "plain20", f"alpha {alpha:g}, batch {size}", 40, seed, cell=cell, **settings)
+                yield s.job("cifar10", "plain20", f"alpha {alpha:g}, batch {size}", 40, seed, **settings)
 
 
 def deeper(scale: Scale) -> Iterator[Job]:
