@@ -20,11 +20,12 @@ from ..robust import robustness as measure_robustness
 
 SIGMAS = (0.0, 0.05, 0.1)
 RADII = (0.0, 0.5 / 255, 1 / 255, 2 / 255, 4 / 255)
+EXAMPLES = 500
 
 
 def robustness(run: Run, data: DataSet, model: nn.Module) -> dict[str, Any]:
-    """Accuracy under noise, FGSM and PGD on the first 500 validation images."""
-    found = measure_robustness(model, data, SIGMAS, RADII)
+    """Accuracy under noise, FGSM and PGD on the first validation images."""
+    found = measure_robustness(model, data, SIGMAS, RADII, examples=EXAMPLES)
     return {kind: [round(100 * a, 2) for a in found[kind]["accuracy"]] for kind in ("noise", "fgsm", "pgd")}
 
 
@@ -48,8 +49,8 @@ def alignment(run: Run, data: DataSet, model: nn.Module) -> dict[str, Any]:
 
 
 def by_layer(found: Alignment) -> dict[str, Any]:
-    """The cosines, whole and of every weight; parameters that get no gradient in either are left out."""
-    weights = {name: a for name, a in found.by_parameter.items() if a.norm_ratio not in (1.0, float("inf"))}
+    """The cosines, whole and of every parameter that pass 3 reaches: biases get nothing from it."""
+    weights = {name: a for name, a in found.by_parameter.items() if 0 < a.norm_ratio < float("inf")}
     return {
         "cosine": _short(found.cosine),
         "ratio": _short(found.norm_ratio),

@@ -8,7 +8,7 @@ from statistics import fmean
 from . import paper
 from .claims import NAMES, judge, pretty, readings, table_cells, xavier_row
 from .figures import Figures, all_figures
-from .measure import RADII
+from .measure import EXAMPLES, RADII
 from .plan import CIFAR, STRENGTHS, STUDIES, Scale, plan
 from .records import Record, Records
 from .rules import (
@@ -151,7 +151,7 @@ of the cells that were run.
 def _right_thing(e: Evidence) -> str:
     return f"""## Is it the right thing to use?
 
-Accuracy in percent; under attack: PGD of ten steps with radius 1/255 on the first 500 validation images.
+Accuracy in percent; under attack: PGD of ten steps with radius 1/255 on the first {EXAMPLES} validation images.
 
 plain-20 on CIFAR-10, the same epochs but where it says the same time:
 

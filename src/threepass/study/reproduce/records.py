@@ -18,6 +18,7 @@ import torch
 
 from ...train.checkpoint import code_version
 from ...train.runs import Run
+from ..gather import is_finite
 from .plan import Job, command_line
 
 FORMAT = 1
@@ -67,12 +68,11 @@ def make_record(job: Job, run: Run, history: list[dict[str, Any]], measured: dic
         for name, digits in CURVES.items()
         if any(name in epoch for epoch in history)
     }
-    ended = all(curves[name][-1] is not None for name in ("train_loss", "val_loss"))
     return {
         "study": job.study,
         "cell": job.cell,
         "seed": job.seed,
-        "status": "complete" if ended else "diverged",
+        "status": "complete" if is_finite(history[-1]) else "diverged",
         "epochs": len(history),
         "best": {part: _percent(min(epoch[f"{part}_error"] for epoch in history)) for part in ("train", "val")},
         "final": {part: _percent(history[-1][f"{part}_error"]) for part in ("train", "val")},
