@@ -1,5 +1,6 @@
 """What is measured on a net besides its history: by name, a function of the job, its data and the trained model."""
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -40,9 +41,10 @@ def variances(run: Run, data: DataSet, model: nn.Module) -> dict[str, Any]:
 
 
 def alignment(run: Run, data: DataSet, model: nn.Module) -> dict[str, Any]:
-    """Pass 3 against the gradient of the input loss, whole and by layer, before and after training, term by term."""
+    """Pass 3 against the gradient of the input loss before and after training: whole, by layer, term by term."""
     x, y = first_batch(run, data)
-    nets = {"start": run.make_model(data), "end": model}
+    x = x.double()
+    nets = {"start": run.make_model(data).double(), "end": copy.deepcopy(model).double()}
     return {
         when: by_layer(aligned(net.train(), F.cross_entropy, x, y)) | terms(net, x, y) for when, net in nets.items()
     }

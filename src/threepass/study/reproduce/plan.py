@@ -70,10 +70,13 @@ class Job:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All settings that the result depends on."""
-        settings = dataclasses.asdict(self.run) | {"config": self.run.config.to_dict(), "examples": self.examples}
-        config = {k: v for k, v in settings["config"].items() if k not in HOW}
-        return {k: v for k, v in settings.items() if k not in WHERE} | {"config": config}
+        """The settings that the result depends on, without those at their defaults: a new setting changes no key."""
+        run = {f.name: getattr(self.run, f.name) for f in dataclasses.fields(Run) if f.name not in WHERE}
+        config = {f.name: getattr(self.run.config, f.name) for f in dataclasses.fields(Config) if f.name not in HOW}
+        changed = {
+            f.name: config[f.name] for f in dataclasses.fields(Config) if config.get(f.name, f.default) != f.default
+        }
+        return run | {"config": changed, "examples": self.examples}
 
     @property
     def key(self) -> str:
@@ -88,7 +91,8 @@ class Job:
         config, model = self.run.config, self.run.model
         depth = float(re.sub(r"\D", "", model) or 2)
         width = 6.0 if model == "resnet18" else 3.0 if model == "vit" else 1.0
-        passes = 1.0 if config.alpha == 1 and config.strength is None else 2.0 if config.mode == "exact" else SAME_TIME
+        two = config.alpha == 1 and config.strength is None
+        passes = 2.0 if config.sam or (config.mode == "exact" and not two) else 1.0 if two else SAME_TIME
         steps = max(1.0, 128 / config.batch_size) ** 0.8
         return config.epochs * depth * width * passes * steps * ((self.examples or 50_000) / 50_000)
 
@@ -250,13 +254,14 @@ def norms(scale: Scale) -> Iterator[Job]:
 
 
 def methods(scale: Scale) -> Iterator[Job]:
-    """What else one could do with plain-20 on CIFAR-10: exact mode, weight decay, plain training for the same time."""
+    """What else one could do with plain-20 on CIFAR-10: exact mode, SAM, weight decay, more plain epochs."""
     s = Study("methods", scale, ("robustness",))
     for seed in scale.seeds_of(3):
         yield s.job("cifar10", "plain20", "alpha 0.1", 200, seed, **THREE)
         yield s.job("cifar10", "plain20", "kaiming", 200, seed, **TWO)
         yield s.job("cifar10", "plain20", "exact, alpha 0.1", 200, seed, mode="exact", **THREE)
         yield s.job("cifar10", "plain20", "plain, same time", 200, seed, longer=SAME_TIME, **TWO)
+        yield s.job("cifar10", "plain20", "SAM, rho 0.05", 200, seed, sam=0.05, **TWO)
         yield s.job("cifar10", "plain20", "weight decay 0.0005", 200, seed, **TWO | {"weight_decay": 5e-4})
         yield s.job("cifar10", "plain20", "weight decay 0.005", 200, seed, **TWO | {"weight_decay": 5e-3})
 

@@ -5,6 +5,7 @@ to the process, and go with it however it ends.
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -79,7 +80,7 @@ def make_record(job: Job, run: Run, history: list[dict[str, Any]], measured: dic
         "seconds": round(sum(epoch["seconds"] for epoch in history), 1),
         "history": curves,
         "measured": measured,
-        "run": job.identity,
+        "run": dataclasses.asdict(run) | {"config": run.config.to_dict(), "examples": job.examples},
         "command": command_line(run, job.key),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -98,9 +98,9 @@ def train_missing(
             except OutOfTime:
                 say(f"stopped in {job.title}: the same command goes on with it")
                 break
-        records.add(job.study, job.key, record)
-        shutil.rmtree(results / "unfinished" / job.key)
-        (results / "unfinished" / f".{job.key}.lock").unlink(missing_ok=True)
+            records.add(job.study, job.key, record)
+            shutil.rmtree(results / "unfinished" / job.key)
+            (results / "unfinished" / f".{job.key}.lock").unlink()
         say(_line(job, record, jobs, records.read()))
         _free_memory()
     left = [job for job in jobs if job.key not in records.read()]
@@ -198,7 +198,7 @@ def _line(job: Job, record: Record, jobs: Sequence[Job], records: dict[str, Reco
     if record["status"] == "diverged":
         figures = f"diverged in epoch {record['epochs']}"
     left = minutes_left(jobs, records, record["device"])
-    time_left = "" if left is None else f"; about {left:.0f} minutes left"
+    time_left = "" if left is None else f"; about {left:.0f} min left"
     return f"[{done}/{len(jobs)}] {job.title}: {figures}, {record['seconds'] / 60:.1f} min{time_left}"
 
 
