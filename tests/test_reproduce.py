@@ -54,8 +54,13 @@ def _cifar(path: Path, rng, n: int, classes: int, label_bytes: int) -> None:
     path.write_bytes(np.concatenate([labels, rng.integers(0, 256, (n, 3072), dtype=np.uint8)], 1).tobytes())
 
 
-def without_times(record: dict) -> dict:
-    return {k: v for k, v in record.items() if k not in ("seconds", "commit")}
+def comparable(folder: Path) -> dict:
+    """The records of a folder without what differs between two folders: times, and where the data lies."""
+    found = records.Records(folder).read()
+    return {
+        key: {k: v for k, v in r.items() if k not in ("seconds", "commit", "command", "run")}
+        for key, r in found.items()
+    }
 
 
 # The plan
@@ -201,13 +206,7 @@ def test_the_time_limit_stops_in_the_middle_of_a_run_and_the_next_call_goes_on(d
     assert (folder / "run.json").exists()
     assert not records.Records(tmp_path / "parts").read()
     assert runner.train_missing(jobs, tmp_path / "parts", place, say=lambda _: None)
-    whole, parts = (records.Records(tmp_path / name).read() for name in ("whole", "parts"))
-    assert _compared(whole) == _compared(parts)
-
-
-def _compared(found: dict) -> dict:
-    """Records without what differs between two folders: times, and where the data lies."""
-    return {key: {k: v for k, v in without_times(r).items() if k != "command"} for key, r in found.items()}
+    assert comparable(tmp_path / "whole") == comparable(tmp_path / "parts")
 
 
 def test_no_time_at_all_trains_nothing(data_dir, tmp_path):
@@ -244,8 +243,7 @@ def test_a_killed_run_goes_on_to_the_same_record(data_dir, tmp_path):
     process.wait()
     assert not records.Records(tmp_path / "killed").read()
     assert runner.train_missing(jobs, tmp_path / "killed", place, say=lambda _: None)
-    whole, killed = (records.Records(tmp_path / name).read() for name in ("whole", "killed"))
-    assert _compared(whole) == _compared(killed)
+    assert comparable(tmp_path / "whole") == comparable(tmp_path / "killed")
 
 
 def test_two_processes_do_not_train_one_run(data_dir, tmp_path):

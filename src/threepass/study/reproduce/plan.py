@@ -72,10 +72,8 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """The settings that the result depends on, without those at their defaults: a new setting changes no key."""
         run = {f.name: getattr(self.run, f.name) for f in dataclasses.fields(Run) if f.name not in WHERE}
-        config = {f.name: getattr(self.run.config, f.name) for f in dataclasses.fields(Config) if f.name not in HOW}
-        changed = {
-            f.name: config[f.name] for f in dataclasses.fields(Config) if config.get(f.name, f.default) != f.default
-        }
+        settings = {f.name: (getattr(self.run.config, f.name), f.default) for f in dataclasses.fields(Config)}
+        changed = {name: value for name, (value, default) in settings.items() if value != default and name not in HOW}
         return run | {"config": changed, "examples": self.examples}
 
     @property
