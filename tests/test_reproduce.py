@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -182,24 +183,22 @@ def test_table_2_runs_end_to_end(data_dir, tmp_path, monkeypatch):
     assert e.cell("table2", "plain20", "cifar100", "alpha 0.1").records[0]["run"]["config"]["alpha"] == 0.1
 
 
-def test_the_time_limit_stops_in_the_middle_of_a_run_and_the_next_call_goes_on(data_dir, tmp_path):
+def test_the_time_limit_stops_in_the_middle_of_a_run_and_the_next_call_goes_on(data_dir, tmp_path, monkeypatch):
     jobs, place = plan.plan(["mnist"], TINY)[:1], runner.Place(data_dir)
     assert runner.train_missing(jobs, tmp_path / "whole", place, say=lambda _: None)
     said: list[str] = []
 
     class Soon(runner.Clock):
-        """Runs out in the first epoch of the second half."""
+        """Runs out after the second step."""
 
         def check(self):
             self.minutes = 0.0 if (steps := getattr(self, "steps", 0)) else None
             self.steps = steps + 1
             super().check()
 
-    original, runner.Clock = runner.Clock, Soon
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "Clock", Soon)
         assert not runner.train_missing(jobs, tmp_path / "parts", place, 1.0, said.append)
-    finally:
-        runner.Clock = original
     assert any("the same command goes on with it" in line for line in said)
     folder = tmp_path / "parts" / "unfinished" / jobs[0].key
     assert (folder / "checkpoint" / "state.json").exists()
@@ -295,6 +294,8 @@ def test_measurements_are_recorded(study, data_dir, tmp_path):
         assert found["cosine without hessian"] == pytest.approx(1, abs=1e-12)
         assert len(found["layers"]) == 20
         assert record["history"]["alignment_cosine"][0] is not None
+        end = {k: v for k, v in record["measured"]["alignment"]["end"].items() if k != "layers"}
+        assert record["measured"]["alignment"]["1"]["cosine"] == end["cosine"]  # measured in training, and after it
 
 
 # Verdicts
@@ -451,11 +452,11 @@ def test_numbers_on_the_page_come_from_the_records(tmp_path):
     found = table_records(gain=1.25)
     text = written(tmp_path / "a", found)
     changed = next(r for r in found.values() if r["cell"] == {"net": "plain20", "data": "cifar10", "method": "kaiming"})
-    row = "| plain-20, CIFAR-10 | kaiming | 95.31 | {} | 86.10 | {} | 86.10 ± 0.05 (3 seeds) |"
-    assert row.format("95.31 ± 0.05 (3 seeds)", "86.10 ± 0.05 (3 seeds)") in text
+    start = "| plain-20, CIFAR-10 | kaiming | 95.31 | 95.31 ± 0.05 (3 seeds) | confirmed | 86.10 | "
+    assert start + "86.10 ± 0.05 (3 seeds) | confirmed | 86.10 ± 0.05 (3 seeds) |" in text
     changed["best"] = {"train": 95.26, "val": 71.05}
     other = written(tmp_path / "b", found)
-    assert row.format("95.31 ± 0.05 (3 seeds)", "81.10 ± 8.70 (3 seeds)") in other
+    assert start + "81.10 ± 8.70 (3 seeds) | unclear | 86.10 ± 0.05 (3 seeds) |" in other
     assert text.count("**confirmed**") > other.count("**confirmed**")
 
 
@@ -467,6 +468,39 @@ def test_links_of_the_page_lead_somewhere(tmp_path):
     assert set(targets) <= headings
     _, figures = page.build(tmp_path / "results", Scale(), ROOT)
     assert {Path(name).stem for name in re.findall(r"\]\((claims/[^)]+\.svg)\)", text)} == set(figures)
+
+
+def measured(job: plan.Job, rng) -> dict:
+    """What a run of the job would have measured, in numbers drawn at random."""
+    when = {"cosine": 0.4, "ratio": 1.5, "layers": {f"{i}.weight": rng.uniform(-1, 1) for i in range(4)}, "hessian": 0.2,
+            "curvature": 0.7, "cosine without hessian": 0.5, "cosine without curvature": 0.9}  # fmt: skip
+    signals = {q: [1e-9, 1e-4, 1.0] for q in ("v", "pass2", "pass3")}
+    possible = {
+        "robustness": {kind: sorted(rng.uniform(0, 90, 5), reverse=True) for kind in ("noise", "fgsm", "pgd")},
+        "variances": {"start": signals, "end": signals},
+        "alignment": dict.fromkeys(("start", "5", "10", "15", "20", "end"), when),
+    }
+    return {name: possible[name] for name in job.measures}
+
+
+def test_the_page_with_all_results(tmp_path):
+    """Every figure is drawn and well formed, nothing is left as not run, and the tables of advice are filled."""
+    rng, found = np.random.default_rng(0), {}
+    for job in plan.plan(["all"], Scale()):
+        record = made(job, 90 + rng.normal(), 80 + rng.normal(), measured=measured(job, rng))
+        for name in ("train_input_loss", "val_input_loss", "alignment_cosine"):
+            record["history"][name] = list(rng.uniform(0.1, 1, 20))
+        found[job.key] = record
+    text = written(tmp_path, found)
+    _, figures = page.build(tmp_path / "results", Scale(), ROOT)
+    for drawing in figures.values():
+        ElementTree.fromstring(drawing)
+    named = {name for stems in page.FIGURES.values() for name in stems}
+    assert named == set(figures)
+    assert "not run |" not in text
+    assert "Nothing: every planned run is done." in text
+    advice = text.partition("| your model |")[2].partition("##")[0]
+    assert len(re.findall(r"^\| (plain|ResNet).* \| [+-]\d+\.\d+ \| [\d.]+ to [\d.]+ \|$", advice, re.M)) == 5
 
 
 def test_the_claims_page_is_up_to_date():

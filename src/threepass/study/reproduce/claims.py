@@ -42,6 +42,7 @@ from .rules import (
 )  # fmt: skip
 
 NETS = ("plain20", "plain32")
+ALIGNED = ("plain20", "plain32", "resnet20", "vit")
 NO_GAP = 0.3  # points of validation accuracy on MNIST that are "no obvious accuracy gap": 30 of 10,000 images
 WORKS = 5.0  # points: a setting of a grid works if its final accuracy is as near as this to the best of its alpha
 VANISHED = 1e-6  # Var of pass 2 at the input over that at the last layer
@@ -398,7 +399,7 @@ def end_cosine(r: Record) -> float:
 
 def not_a_second_derivative(e: Evidence) -> Finding:
     rows = []
-    for net in ("plain20", "plain32", "resnet20", "vit"):
+    for net in ALIGNED:
         for method in ("two passes", "alpha 0.1"):
             cell = e.cell("alignment", net, "cifar10", method)
             what = f"{pretty(net, 'cifar10')}, {method}: cosine of pass 3 with the input loss's gradient, at the end"

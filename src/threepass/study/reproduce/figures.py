@@ -6,7 +6,7 @@ from statistics import fmean
 
 from ..figure import Line, Panel, alone, svg
 from . import paper
-from .claims import NAMES, NETS, curve_cells, grid, grid_value
+from .claims import ALIGNED, NAMES, NETS, curve_cells, grid, grid_value
 from .plan import CIFAR, GRID_ALPHAS
 from .rules import Cell, Evidence, best_val, stalled
 
@@ -58,7 +58,7 @@ def curves(slug: str, cells: Mapping[str, Cell]) -> Figures:
 def alignment(e: Evidence) -> Figures:
     """The cosine of pass 3 with the gradient of the input loss over the epochs."""
     runs: dict[str, list[dict]] = {}
-    for net in ("plain20", "plain32", "resnet20", "vit"):
+    for net in ALIGNED:
         for method in ("two passes", "alpha 0.1"):
             found = e.cell("alignment", net, "cifar10", method).records.values()
             columns = [r["history"] for r in found if "alignment_cosine" in r["history"]]
@@ -68,7 +68,24 @@ def alignment(e: Evidence) -> Figures:
         return {}
     lines = [_line(k, [h["alignment_cosine"] for h in found], False) for k, found in enumerate(runs.values())]
     panel = Panel("alignment", "cosine of pass 3 with the gradient of the input loss", "epoch", lines, "CIFAR-10")
-    return {"alignment": alone(svg(panel, list(runs), panel.title))}
+    made = {"alignment": alone(svg(panel, list(runs), panel.title))}
+    for net in ALIGNED:
+        records = e.cell("alignment", net, "cifar10", "two passes").records
+        if "alignment" in records.get(0, {"measured": {}})["measured"]:
+            made[f"alignment-{net}"] = layers(net, records[0]["measured"]["alignment"])
+    return made
+
+
+def layers(net: str, measured: dict[str, dict]) -> str:
+    """The cosine in every layer, from the input on, at the start and at every quarter of the training."""
+    times = ["start", *sorted((t for t in measured if t.isdigit()), key=int)]
+    lines = []
+    for k, time in enumerate(times):
+        cosines = [v for name, v in measured[time]["layers"].items() if name.endswith("weight")]
+        lines.append(Line(k, list(range(len(cosines))), cosines))
+    title = f"{NAMES[net]}, two passes: cosine by layer"
+    panel = Panel(f"alignment-{net}", title, "weight, from the input on", lines, "CIFAR-10, seed 0")
+    return alone(svg(panel, [t if t == "start" else f"epoch {t}" for t in times], title))
 
 
 def _line(series: int, runs: Sequence[Sequence[float | None]], dashed: bool) -> Line:

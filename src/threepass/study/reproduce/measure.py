@@ -42,12 +42,14 @@ def variances(run: Run, data: DataSet, model: nn.Module) -> dict[str, Any]:
 
 def alignment(run: Run, data: DataSet, model: nn.Module) -> dict[str, Any]:
     """Pass 3 against the gradient of the input loss before and after training: whole, by layer, term by term."""
+    return {when: alignment_now(run, data, net) for when, net in {"start": run.make_model(data), "end": model}.items()}
+
+
+def alignment_now(run: Run, data: DataSet, model: nn.Module) -> dict[str, Any]:
+    """The same at one time, in float64; the model is left as it is."""
     x, y = first_batch(run, data)
-    x = x.double()
-    nets = {"start": run.make_model(data).double(), "end": copy.deepcopy(model).double()}
-    return {
-        when: by_layer(aligned(net.train(), F.cross_entropy, x, y)) | terms(net, x, y) for when, net in nets.items()
-    }
+    net = copy.deepcopy(model).double().train()
+    return by_layer(aligned(net, F.cross_entropy, x.double(), y)) | terms(net, x.double(), y)
 
 
 def by_layer(found: Alignment) -> dict[str, Any]:
@@ -67,7 +69,6 @@ def terms(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
     activations, norms and attention. With a loss that is linear in the output and has the same gradient there, H is
     gone and the rest stays. Lengths are relative to the whole gradient.
     """
-    model.train()
     exact = _third(model, F.cross_entropy, x, y, "exact")
     paper = _third(model, F.cross_entropy, x, y, "paper")
     with unchanged_on_error(model, always=True), torch.no_grad():
@@ -104,3 +105,4 @@ def _short(value: float) -> float:
 MEASURES: dict[str, Callable[[Run, DataSet, nn.Module], dict[str, Any]]] = {
     f.__name__: f for f in (robustness, variances, alignment)
 }
+ALONG = {"alignment": alignment_now}  # measured at every quarter of the run too

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 
 from . import paper
-from .claims import NAMES, judge, pretty, readings, table_cells, xavier_row
+from .claims import ALIGNED, NAMES, judge, pretty, readings, table_cells, xavier_row
 from .figures import Figures, all_figures
 from .measure import EXAMPLES, RADII
 from .plan import CIFAR, STRENGTHS, STUDIES, Scale, plan
@@ -19,8 +19,6 @@ from .rules import (
     Cell,
     Evidence,
     Finding,
-    best_train,
-    best_val,
     final_val,
     spread,
 )
@@ -53,8 +51,7 @@ def build(results: Path, scale: Scale, root: Path, folder: str = "claims") -> tu
     parts = [
         _head(findings, scale),
         _summary(findings),
-        _table2(e, figures, folder),
-        *(_section(f, figures, folder) for f in findings),
+        *(_section(e, f, figures, folder) for f in findings),
         _open_questions(e),
         _right_thing(e),
         _what_was_run(records, scale),
@@ -79,7 +76,7 @@ This page is made from the records of training runs by `{COMMAND}`. The runs are
 `threepass reproduce all`, each of them an ordinary `threepass train` run whose command is in its record. Verdicts
 follow from rules (`src/threepass/study/reproduce/rules.py`): a difference between methods is taken between runs of the
 same seed, and its 95 % interval over seeds must lie on the claimed side of zero to confirm a claim, and on the other
-side to refute it. One seed alone decides nothing. "Best" is the best epoch, as the paper reports it, chosen by
+side to refute it. One seed alone decides no difference. "Best" is the best epoch, as the paper reports it, chosen by
 looking at the validation set; "final" is the last epoch."""
 
 
@@ -95,44 +92,74 @@ def _summary(findings: Sequence[Finding]) -> str:
     return table(("claim", "verdict", "from"), rows)
 
 
-def _table2(e: Evidence, figures: Figures, folder: str) -> str:
+def _table2(e: Evidence, f: Finding) -> str:
+    """The comparisons of Table 2 in its own layout, with the final accuracies beside them."""
     rows = []
-    for net, data, row, cell in table_cells(e):
-        theirs = paper.TABLE2[net, data, row]
-        ours = (cell.values(best_train), cell.values(best_val), cell.values(final_val))
-        shown = [spread(values) or NOT_RUN for values in ours]
-        rows.append((pretty(net, data), row, f"{theirs.train:.2f}", shown[0], f"{theirs.val:.2f}", shown[1], shown[2]))
-    head = ("net, data", "row", "paper: best train", "ours", "paper: best validation", "ours", "ours, final epoch")
-    return f"""## Table 2
-
-Accuracy in percent, mean ± standard deviation over seeds. "Xavier" is our row `{xavier_row(e)}`: of the readings that
-were run the one nearest to the paper's.
+    pairs = zip(f.rows[::2], f.rows[1::2], strict=True)
+    for (net, data, row, cell), (train, val) in zip(table_cells(e), pairs, strict=True):
+        final = spread(cell.values(final_val)) or NOT_RUN
+        figures = [text for r in (train, val) for text in (r.paper, r.ours or NOT_RUN, r.word if r.ours else "")]
+        rows.append((pretty(net, data), row, *figures, final))
+    head = ("net, data", "row", "paper: best train", "ours", "", "paper: best validation", "ours", "", "ours, final")
+    return f"""Accuracy in percent, mean ± standard deviation over seeds. "Xavier" is our row `{xavier_row(e)}`: of the
+readings that were run the one nearest to the paper's.
 
 {table(head, rows)}
 
-{image(figures, folder, "table2", "Table 2, the paper's and ours")}"""
+"""
 
 
 FIGURES = {  # the figures below a claim
+    "table-2": ("table2",),
     "input-loss-grows": ("cifar10-loss", "cifar10-error", "cifar10-input-loss", "cifar100-loss", "cifar100-error",
                          "cifar100-input-loss"),
     "mnist-input-loss": ("mnist-loss", "mnist-error", "mnist-input-loss"),
     "alpha-0": tuple(f"alpha0-{d}-{c}" for d in ("mnist", *CIFAR) for c in ("loss", "error", "input-loss")),
     "rates": ("rates",),
     "batches": ("batches",),
-    "alignment": ("alignment",),
+    "alignment": ("alignment", *(f"alignment-{net}" for net in ALIGNED)),
 }  # fmt: skip
 
 
-def _section(f: Finding, figures: Figures, folder: str) -> str:
+def _section(e: Evidence, f: Finding, figures: Figures, folder: str) -> str:
     drawn = "\n".join(image(figures, folder, stem, stem) for stem in FIGURES.get(f.name, ()) if stem in figures)
     rows = [(row.what, row.paper, row.ours, row.word) for row in f.rows]
     compared = "" if f.word == NOT_RUN else table(("", "paper", "ours", "verdict"), rows) + "\n\n"
+    compared = _table2(e, f) if f.name == "table-2" else compared
+    more = _terms(e) if f.name == "alignment" else ""
     return f"""## {f.claim}
 
 **{f.word.capitalize()}.** Rule: {f.rule}.
 
-{compared}{drawn}"""
+{compared}{more}{drawn}"""
+
+
+def _terms(e: Evidence) -> str:
+    """Which of the two terms that pass 3 drops is to blame: without which one the cosine would be larger."""
+    rows = []
+    for net in ALIGNED:
+        for method in ("two passes", "alpha 0.1"):
+            for seed, r in e.cell("alignment", net, "cifar10", method).records.items():
+                for when, m in r["measured"].get("alignment", {}).items():
+                    if when in ("start", "end"):
+                        without = m["cosine without hessian"], m["cosine without curvature"]
+                        blame = "the loss's Hessian" if without[0] > without[1] else "curvature of the net"
+                        negative = sum(c < 0 for c in m["layers"].values())
+                        rows.append(
+                            (f"{NAMES[net]}, {method}, seed {seed}", when, f"{m['cosine']:.3f}", f"{m['ratio']:.3g}",
+                             f"{negative} of {len(m['layers'])}", f"{m['hessian']:.3g}", f"{m['curvature']:.3g}", blame)
+                        )  # fmt: skip
+    if not rows:
+        return ""
+    head = ("net", "when", "cosine", "length of pass 3 over that of the gradient", "layers with a negative cosine",
+            "length of the Hessian's term", "of the curvature's", "to blame")  # fmt: skip
+    return f"""Pass 3 drops two terms of the gradient: what comes from the Hessian of the loss, and what comes from the
+curvature of activations, norms and attention. Lengths are relative to the whole gradient; to blame is the term with
+whose addition pass 3 comes nearer to it.
+
+{table(head, rows)}
+
+"""
 
 
 def _open_questions(e: Evidence) -> str:

@@ -3,7 +3,8 @@
 A claim is a list of comparisons. Where one is a difference, it is taken between runs of the same seed, and its 95 %
 interval (Student's t over seeds) decides: wholly on the claimed side of zero confirms it, wholly on the other side
 refutes it, and anything else, one seed alone included, is unclear. A claim is refuted if one of its comparisons is,
-confirmed if all of them are, and not run if none of them is.
+confirmed if all of them are, and not run if none of them is. Where a comparison asks whether something happens (a run
+stalls), it must happen with every seed to be confirmed, and with none to be refuted.
 """
 
 import math
@@ -136,12 +137,12 @@ def together(words: Iterable[str]) -> str:
     return CONFIRMED if all(w == CONFIRMED for w in found) else UNCLEAR
 
 
-def spread(values: Sequence[float], digits: int = 2) -> str:
+def spread(values: Sequence[float], unit: str = "") -> str:
     """Mean, sample standard deviation and number of seeds."""
     if not values:
         return ""
-    deviation = f" ± {stdev(values):.{digits}f} ({len(values)} seeds)" if len(values) > 1 else " (1 seed)"
-    return f"{fmean(values):.{digits}f}{deviation}"
+    deviation = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{fmean(values):.2f}{deviation}{unit} ({len(values)} seed{'s' * (len(values) > 1)})"
 
 
 def sign_of(d: Difference | None, sign: int) -> str:
@@ -191,7 +192,7 @@ def every(what: str, cell: Cell, holds: Holds, shown: Of, theirs: str = "", unit
         return Row(what, theirs, "", NOT_RUN)
     held = [holds(r) for r in cell.records.values()]
     word = CONFIRMED if all(held) else UNCLEAR if any(held) else REFUTED
-    return Row(what, theirs, spread(cell.values(shown)) + unit, word)
+    return Row(what, theirs, spread(cell.values(shown), unit), word)
 
 
 def agreement(cell: Cell, of: Of, theirs: float) -> str:

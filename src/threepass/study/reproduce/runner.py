@@ -10,8 +10,10 @@ A run that was stopped, by the time limit, by Ctrl-C or by force, goes on from i
 import contextlib
 import dataclasses
 import gc
+import json
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,11 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...errors import NormalizationWarning
 from ...train.data import DataSet, Split
 from ...train.loop import fit
 from ...train.runs import Run
+from ..compare import write_json
 from ..gather import read
-from .measure import MEASURES
+from .measure import ALONG, MEASURES
 from .plan import Job
 from .records import Record, Records, device_name, locked, make_record
 
@@ -126,19 +130,27 @@ def train_one(job: Job, run: Run, results: Path, clock: Clock) -> Record:
         # A run may go on elsewhere; its config says how its steps are computed, and stays.
         run = dataclasses.replace(run, config=Run.read(folder).config)
 
+    batches, quarter = -(-len(data.train) // run.config.batch_size), max(1, run.config.epochs // 4)
+
     def after_step(epoch: int, done: int) -> None:
         clock.check()
         if done == 1 and epoch > 0 and read(folder).diverged:
             raise _DivergedError
+        if done == batches and (epoch + 1) % quarter == 0:
+            for name in ALONG.keys() & set(job.measures):
+                write_json(folder / f"{name}-{epoch + 1}.json", ALONG[name](run, data, model))
 
     if not (resume and read(folder).diverged):
-        with contextlib.suppress(_DivergedError):
+        with contextlib.suppress(_DivergedError), warnings.catch_warnings():
+            warnings.simplefilter("ignore", NormalizationWarning)  # what paper mode does there is what is studied
             fit(model, data, run.config, folder=folder, resume=resume, after_step=after_step)
     found = read(folder)
     measured: dict[str, Any] = {}
     for name in () if found.diverged else job.measures:
         clock.check()
         measured[name] = MEASURES[name](run, data, model)
+        for file in folder.glob(f"{name}-*.json"):
+            measured[name][file.stem.removeprefix(f"{name}-")] = json.loads(file.read_text())
     return make_record(job, run, found.history, measured)
 
 
