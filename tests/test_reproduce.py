@@ -217,6 +217,12 @@ def test_no_time_at_all_trains_nothing(data_dir, tmp_path):
     assert said[-1] == "0 of 5 runs are done; not run: 5"
 
 
+def test_no_compiled_run_is_begun_in_the_last_seconds(data_dir, tmp_path):
+    jobs, compiled = plan.plan(["mnist"], TINY), runner.Place(data_dir, "cpu", compile=True)
+    assert not runner.train_missing(jobs, tmp_path / "r", compiled, runner.STARTING / 60 / 2, lambda _: None)
+    assert not (tmp_path / "r").exists()
+
+
 def test_a_killed_run_goes_on_to_the_same_record(data_dir, tmp_path):
     """SIGKILL in the middle of training, in a process of its own; what it leaves is what an undisturbed run leaves."""
     scale = Scale(seeds=1, epochs=40, examples=60)
@@ -369,10 +375,18 @@ def test_claims_from_table_2():
     assert words(table_records(gain=-8.0))["table-2"] == rules.REFUTED
 
 
+def test_seeds_beyond_the_plan_count():
+    found, extra = table_records(), plan.plan(["table2"], Scale(seeds=5))
+    job = next(j for j in extra if j.seed == 4 and j.cell["method"] == "kaiming")
+    found[job.key] = made(job, 90, 80)
+    e = rules.Evidence(found, Scale(), ROOT)
+    assert sorted(e.cell("table2", *(job.cell[k] for k in ("net", "data", "method"))).records) == [0, 1, 2, 4]
+
+
 def test_agreement_with_one_number_of_the_paper():
     def cell(*values: float) -> rules.Cell:
         jobs = plan.plan(["table2"], Scale())
-        return rules.Cell(3, {i: made(jobs[0], 0, v) for i, v in enumerate(values)})
+        return rules.Cell({i: made(jobs[0], 0, v) for i, v in enumerate(values)})
 
     assert rules.agreement(cell(80.0, 80.1), rules.best_val, 80.9) == rules.CONFIRMED
     assert rules.agreement(cell(80.0, 80.1, 80.05), rules.best_val, 84) == rules.REFUTED
@@ -472,8 +486,9 @@ def test_links_of_the_page_lead_somewhere(tmp_path):
 
 def measured(job: plan.Job, rng) -> dict:
     """What a run of the job would have measured, in numbers drawn at random."""
-    when = {"cosine": 0.4, "ratio": 1.5, "layers": {f"{i}.weight": rng.uniform(-1, 1) for i in range(4)}, "hessian": 0.2,
-            "curvature": 0.7, "cosine without hessian": 0.5, "cosine without curvature": 0.9}  # fmt: skip
+    layers = {f"{i}.weight": rng.uniform(-1, 1) for i in range(4)}
+    when = {"cosine": 0.4, "ratio": 1.5, "layers": layers, "hessian": 0.2, "curvature": 0.7}
+    when |= {"cosine without hessian": 0.5, "cosine without curvature": 0.9}
     signals = {q: [1e-9, 1e-4, 1.0] for q in ("v", "pass2", "pass3")}
     possible = {
         "robustness": {kind: sorted(rng.uniform(0, 90, 5), reverse=True) for kind in ("noise", "fgsm", "pgd")},

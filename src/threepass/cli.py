@@ -293,7 +293,7 @@ def reproduce(
         compile: compile the steps; default: on a GPU.
         device: cpu, cuda, or auto: cuda if there is one.
         list: train nothing; list what is done and what is not.
-        page: where the page goes; default: docs/claims.md, with --quick claims.md beside the records.
+        page: where the page goes; default: docs/claims.md, of a smaller version claims.md beside the records.
     """
     from .study.reproduce import page as claims
     from .study.reproduce import plan, runner
@@ -311,8 +311,10 @@ def reproduce(
         return
     if jobs:
         runner.train_missing(jobs, folder, place, minutes)
-    target = page or (folder / "claims.md" if quick else Path("docs/claims.md"))
-    print(f"page: {claims.write(folder, target, scale, Path())}")
+    whole = scale.epochs is None and scale.examples is None
+    target = page or (Path("docs/claims.md") if whole and Path("docs").is_dir() else folder / "claims.md")
+    made_for = dataclasses.replace(scale, seeds=None) if whole else scale
+    print(f"page: {claims.write(folder, target, made_for, Path())}")
 
 
 COMMANDS: tuple[Callable[..., None], ...] = (compare, train, reproduce, bench, report, data, init_study)

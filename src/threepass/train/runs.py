@@ -31,10 +31,11 @@ class Run:
     def train(self, folder: Path, resume: bool = False) -> Fit:
         """Trains in the folder, which gets run.json first; `resume` goes on from its checkpoint."""
         data = self.load()
+        model = self.make_model(data)
         if not resume:
             folder.mkdir(parents=True)
             self.write(folder)
-        return fit(self.make_model(data), data, self.config, folder=folder, resume=resume)
+        return fit(model, data, self.config, folder=folder, resume=resume)
 
     def make_model(self, data: DataSet) -> nn.Module:
         """The model with the initial weights of the run's seed, on the data's device."""

@@ -346,7 +346,7 @@ def sigmoid_fails(e: Evidence) -> Finding:
         cell = e.cell("deeper", "plain20", "cifar10", method)
         rows.append(every(f"plain-20, {method}: best training accuracy", cell, stalled, best_train, "fails", " %"))
         what = f"plain-20, {method}: log10 of pass 2's variance at the input over that at the last layer"
-        measured = Cell(cell.planned, {s: r for s, r in cell.records.items() if "variances" in r["measured"]})
+        measured = Cell({s: r for s, r in cell.records.items() if "variances" in r["measured"]})
         rows.append(every(what, measured, below(faded, math.log10(VANISHED)), faded, "vanished"))
     claim = "Deep sigmoid nets fail, because the gradient has vanished before it reaches the input"
     return Finding("sigmoid", claim, f"they stall, and the variance falls below {VANISHED:g} of the last layer's", rows)

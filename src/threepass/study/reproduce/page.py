@@ -63,7 +63,7 @@ def _head(findings: Sequence[Finding], scale: Scale) -> str:
     counts = Counter(f.word for f in findings)
     words = ", ".join(f"{counts[w]} {w}" for w in (CONFIRMED, REFUTED, UNCLEAR, NOT_RUN))
     small = ""
-    if scale != Scale():
+    if scale.epochs is not None or scale.examples is not None:
         small = f"""
 **A small version** (epochs: {scale.epochs or "as planned"}, training examples: {scale.examples or "all"}, seeds: \
 {scale.seeds or "as planned"}): it shows that the studies run; its verdicts say nothing about the paper.

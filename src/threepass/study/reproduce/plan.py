@@ -26,6 +26,7 @@ PAPER: dict[str, Any] = {  # section 5; the learning rate falls at epochs 100 an
     "gamma": 0.1, "augment": True, "precision": "tf32",
 }  # fmt: skip
 MNIST: dict[str, Any] = {"batch_size": 128, "momentum": 0.9, "lr": 0.1, "precision": "tf32"}
+HALF: dict[str, Any] = {"precision": "bf16", "save_every": 10}  # checkpoints of ResNet-18 are large
 TWO: dict[str, Any] = {"alpha": 1.0, "lr": 0.01}
 THREE: dict[str, Any] = {"alpha": 0.1, "lr": 0.1}
 WHERE = ("device", "data_dir")  # of a run, and of its config: they change where and how fast it runs, not what it is
@@ -241,7 +242,7 @@ def norms(scale: Scale) -> Iterator[Job]:
     for seed in scale.seeds_of(1):
         for net in ("resnet20", "resnet18"):
             for activation in ("relu", "gelu"):
-                options, own = {"activation": activation}, common | ({"precision": "bf16"} if net == "resnet18" else {})
+                options, own = {"activation": activation}, common | (HALF if net == "resnet18" else {})
                 cell = {"activation": activation}
                 yield s.job("cifar10", net, "two passes", 30, seed, cell=cell, options=options, alpha=1.0, **own)
                 for strength in STRENGTHS:

@@ -7,6 +7,7 @@ confirmed if all of them are, and not run if none of them is. Where a comparison
 stalls), it must happen with every seed to be confirmed, and with none to be refuted.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -49,9 +50,8 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Cell:
-    """Runs that differ in their seed only, as far as they are done."""
+    """Finished runs that differ in their seed only."""
 
-    planned: int
     records: dict[int, Record]  # by seed
 
     def values(self, of: Of) -> list[float]:
@@ -67,12 +67,12 @@ class Evidence:
     def __init__(self, records: dict[str, Record], scale: Scale, root: Path):
         self.scale, self.root = scale, root
         self.cells: dict[tuple[str, frozenset[tuple[str, str]]], Cell] = {}
+        seeds = 1 + max((r["seed"] for r in records.values()), default=0)  # more may have been run than are planned
         for study, plan in STUDIES.items():
-            for job in plan(scale):
-                where = (study, frozenset(job.cell.items()))
-                known = self.cells.get(where, Cell(0, {}))
+            for job in (*plan(scale), *plan(dataclasses.replace(scale, seeds=seeds))):
                 found = {job.seed: records[job.key]} if job.key in records else {}
-                self.cells[where] = Cell(known.planned + 1, known.records | found)
+                where = (study, frozenset(job.cell.items()))
+                self.cells[where] = Cell(self.cells.get(where, Cell({})).records | found)
 
     def cell(self, study: str, net: str, data: str, method: str, **more: str) -> Cell:
         labels = {"net": net, "data": data, "method": method} | more
