@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from threepass import cli
-from threepass.study.reproduce import claims, measure, page, paper, plan, records, rules, runner
+from threepass.study.reproduce import claims, page, paper, plan, records, rules, runner
 from threepass.study.reproduce.plan import Scale
 from threepass.train.config import Config
 from threepass.train.data import load, published
@@ -170,8 +170,7 @@ def test_a_record_is_what_its_command_gives(data_dir, tmp_path, monkeypatch):
         assert record["history"]["train_error"] == [pytest.approx(m["train_error"], rel=1e-4) for m in lines]
 
 
-def test_table_2_runs_end_to_end(data_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "EXAMPLES", 10)
+def test_table_2_runs_end_to_end(data_dir, tmp_path):
     jobs = [j for j in plan.plan(["table2"], Scale(1, 1, 20)) if j.cell["net"] == "plain20"]
     kept = {("cifar10", "alpha 0.1"), ("cifar10", "kaiming"), ("cifar10", "xavier-relu"), ("cifar100", "alpha 0.1")}
     jobs = [j for j in jobs if (j.cell["data"], j.cell["method"]) in kept]

@@ -30,7 +30,7 @@ def sam(
     """
     r = three_passes(model, loss_fn, x, y, options, third=False, weights=weights)
     named = dict(model.named_parameters())
-    length = torch.stack(torch._foreach_norm(list(r.grads.values()))).norm()
+    length = torch.stack([g.norm() for g in r.grads.values()]).norm()
     up = rho / length.clamp_min(torch.finfo(length.dtype).tiny)
     moved = {name: (named[name] + up * g).detach().requires_grad_() for name, g in r.grads.items()}
     with torch.enable_grad():
