@@ -20,7 +20,7 @@ from threepass.train.config import Config
 from threepass.train.data import load, published
 
 ROOT = Path(__file__).parents[1]
-TINY = Scale(seeds=1, epochs=2, examples=40)
+TINY = Scale(seeds=1, epochs=2, examples=40, width=4)
 
 
 @pytest.fixture
@@ -171,14 +171,14 @@ def test_a_record_is_what_its_command_gives(data_dir, tmp_path, monkeypatch):
 
 
 def test_table_2_runs_end_to_end(data_dir, tmp_path):
-    jobs = [j for j in plan.plan(["table2"], Scale(1, 1, 20)) if j.cell["net"] == "plain20"]
+    jobs = [j for j in plan.plan(["table2"], Scale(1, 1, 20, 4)) if j.cell["net"] == "plain20"]
     kept = {("cifar10", "alpha 0.1"), ("cifar10", "kaiming"), ("cifar10", "xavier-relu"), ("cifar100", "alpha 0.1")}
     jobs = [j for j in jobs if (j.cell["data"], j.cell["method"]) in kept]
     assert runner.train_missing(jobs, tmp_path / "results", runner.Place(data_dir), say=lambda _: None)
     found = records.Records(tmp_path / "results").read()
     assert {j.key for j in jobs} == set(found)
     assert all(len(r["measured"]["robustness"]["pgd"]) == 5 for r in found.values())
-    e = rules.Evidence(found, Scale(1, 1, 20), ROOT)
+    e = rules.Evidence(found, Scale(1, 1, 20, 4), ROOT)
     assert e.cell("table2", "plain20", "cifar100", "alpha 0.1").records[0]["run"]["config"]["alpha"] == 0.1
 
 
@@ -285,7 +285,7 @@ def test_the_first_of_every_class(data_dir, tmp_path):
 
 @pytest.mark.parametrize("study", ["alignment", "deeper"])
 def test_measurements_are_recorded(study, data_dir, tmp_path):
-    scale = Scale(seeds=1, epochs=1, examples=20)
+    scale = Scale(seeds=1, epochs=1, examples=20, width=4)
     jobs = [j for j in plan.plan([study], scale) if j.cell["net"] in ("plain20",)][:1]
     assert runner.train_missing(jobs, tmp_path / "r", runner.Place(data_dir), say=lambda _: None)
     (record,) = records.Records(tmp_path / "r").read().values()

@@ -286,7 +286,7 @@ def reproduce(
         seeds: runs of every cell; default: as planned, three for the rows that matter most.
         epochs: of every run; default: as planned.
         examples: train on so many examples of a set; default: all.
-        quick: a small version for two CPU cores, 6 epochs on 1000 examples, into runs/paper-quick.
+        quick: a small version for two CPU cores, narrow nets on 1000 examples, into runs/paper-quick.
         data: the folder with the data sets; default: $THREEPASS_DATA, then ~/.cache/threepass.
         results: the folder of the records; default: results/paper.
         minutes: stop after so long, in the middle of a run if need be; the same command goes on.
@@ -295,11 +295,14 @@ def reproduce(
         list: train nothing; list what is done and what is not.
         page: where the page goes; default: docs/claims.md, of a smaller version claims.md beside the records.
     """
+    import torch
+
     from .study.reproduce import page as claims
     from .study.reproduce import plan, runner
 
     scale = plan.Scale(seeds, epochs, examples)
     if quick:
+        torch.set_num_threads(1)  # on nets so narrow a second thread mostly waits for the first
         given = {name: value for name, value in dataclasses.asdict(scale).items() if value is not None}
         scale = dataclasses.replace(plan.QUICK, **given)
     folder = results or Path("runs/paper-quick" if quick else "results/paper")

@@ -61,16 +61,22 @@ def build(results: Path, scale: Scale, root: Path, folder: str = "claims") -> tu
 
 def _head(findings: Sequence[Finding], scale: Scale) -> str:
     counts = Counter(f.word for f in findings)
-    words = ", ".join(f"{counts[w]} {w}" for w in (CONFIRMED, REFUTED, UNCLEAR, NOT_RUN))
+    verdicts = ", ".join(f"{counts[w]} {w}" for w in (CONFIRMED, REFUTED, UNCLEAR, NOT_RUN))
     small = ""
     if scale.epochs is not None or scale.examples is not None:
+        sizes = {
+            "epochs": scale.epochs,
+            "training examples": scale.examples,
+            "seeds": scale.seeds,
+            "width": scale.width,
+        }
+        words = ", ".join(f"{name}: {size}" for name, size in sizes.items() if size is not None)
         small = f"""
-**A small version** (epochs: {scale.epochs or "as planned"}, training examples: {scale.examples or "all"}, seeds: \
-{scale.seeds or "as planned"}): it shows that the studies run; its verdicts say nothing about the paper.
+**A small version** ({words}): it shows that the studies run; its verdicts say nothing about the paper.
 """
     return f"""# The paper's claims, checked
 
-{paper.CITATION}. Of {len(findings)} claims {words}.
+{paper.CITATION}. Of {len(findings)} claims {verdicts}.
 {small}
 This page is made from the records of training runs by `{COMMAND}`. The runs are made by
 `threepass reproduce all`, each of them an ordinary `threepass train` run whose command is in its record. Verdicts

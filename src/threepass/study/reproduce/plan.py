@@ -35,11 +35,12 @@ HOW = ("compile", "channels_last", "save_every")
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of the plan is run: seeds, epochs and training examples, each as planned if None."""
+    """How much of the plan is run: seeds, epochs, training examples, channels of the nets' first layers; None: all."""
 
     seeds: int | None = None
     epochs: int | None = None
     examples: int | None = None
+    width: int | None = None
 
     def seeds_of(self, planned: int) -> range:
         return range(planned if self.seeds is None else self.seeds)
@@ -48,7 +49,7 @@ class Scale:
         return planned if self.epochs is None else self.epochs
 
 
-QUICK = Scale(seeds=1, epochs=6, examples=1000)
+QUICK = Scale(seeds=1, epochs=5, examples=1000, width=4)
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ class Study:
         common = {"epochs": epochs, "probe_every": max(1, epochs // 20), "seed": seed}
         config = Config(**(MNIST if data == "mnist" else PAPER) | common | settings)
         named = {"net": model, "data": data, "method": method} | (cell or {})
-        run = Run(data, model, options or {}, init, config=config)
+        narrow = {"width": self.scale.width} if self.scale.width and model.startswith(("plain", "resnet")) else {}
+        run = Run(data, model, (options or {}) | narrow, init, config=config)
         return Job(self.name, named, run, self.scale.examples, self.measures)
 
 
