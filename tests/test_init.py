@@ -35,6 +35,8 @@ def test_variances_are_the_schemes(nonlinearity, g):
         "xavier": [2 / 80, 2 / 70],
         "kaiming": [g / 30, g / 50],
         "geometric": [g / math.sqrt(1500), g / math.sqrt(1000)],
+        "xavier-relu": [2 * g / 80, 2 * g / 70],
+        "kaiming-out": [g / 50, g / 20],
     }
     for scheme, values in expected.items():
         assert [c.variance for c in variance(scheme, chain, nonlinearity)] == pytest.approx(values)
