@@ -175,7 +175,7 @@ class Dropped(nn.Module):
 @pytest.mark.parametrize(
     ("model", "shape", "reason"),
     [
-        (Branching(8, 10), (4, 8), "get value out of a tracing tensor|data-dependent|_local_scalar_dense"),
+        (Branching(8, 10), (4, 8), "in Branching.forward: .* a value is read out of a tensor"),
         (Dropped(), (4, 3, 8), "scaled_dot_product_attention draws random numbers inside"),
     ],
 )
@@ -386,7 +386,7 @@ def test_a_wrong_compiler_is_noticed(monkeypatch):
     monkeypatch.setattr("threepass.capture._compiled", spoiled)
     model, x, y = problem("mlp")
     step = threepass.ThreePass(model, F.cross_entropy, compile=True)
-    with pytest.warns(threepass.UncompiledWarning, match="differs from the eager one by 1.0e"):
+    with pytest.warns(threepass.UncompiledWarning, match="the compiled step is wrong in backpropagation's part"):
         r = step(x, y)
     same(everything(r), everything(threepass.three_pass(model, F.cross_entropy, x, y)), 0)
 

@@ -35,6 +35,8 @@ def test_variances_are_the_schemes(nonlinearity, g):
         "xavier": [2 / 80, 2 / 70],
         "kaiming": [g / 30, g / 50],
         "geometric": [g / math.sqrt(1500), g / math.sqrt(1000)],
+        "xavier-relu": [2 * g / 80, 2 * g / 70],
+        "kaiming-out": [g / 50, g / 20],
     }
     for scheme, values in expected.items():
         assert [c.variance for c in variance(scheme, chain, nonlinearity)] == pytest.approx(values)
@@ -143,7 +145,7 @@ def test_the_report_says_what_was_done():
         (
             nn.Linear(2, 2),
             ("orthogonal",),
-            "scheme must be one of xavier, kaiming, geometric, balanced, got 'orthogonal'",
+            "scheme must be one of xavier, kaiming, geometric, balanced, xavier-relu, kaiming-out, got 'orthogonal'",
         ),
         (nn.Linear(2, 2), ("xavier", "gelu"), "nonlinearity must be one of relu, linear, tanh, sigmoid, got 'gelu'"),
         (nn.Sequential(nn.LazyLinear(2)), ("xavier",), "layer '0' has no size yet: run the model once"),

@@ -73,11 +73,27 @@ def test_resnet_has_the_layers_of_plain_and_shortcuts():
     assert not shortcut[:, 6:].any()
 
 
+def test_plain_nets_without_biases():
+    with_them, without = models.plain(20), models.plain(20, bias=False)
+    lost = {name for name, _ in with_them.named_parameters()} - {name for name, _ in without.named_parameters()}
+    convolutions = [name for name, m in with_them.named_modules() if isinstance(m, nn.Conv2d)]
+    assert lost == {f"{name}.bias" for name in convolutions}
+
+
+@pytest.mark.parametrize(("name", "count"), [("plain20", 19), ("resnet20", 19), ("resnet18", 17)])
+def test_activations_by_name(name, count):
+    kinds = [type(m) for m in models.by_name(name, activation="gelu").modules()]
+    assert nn.ReLU not in kinds
+    assert kinds.count(nn.GELU) == count
+    by_default = [type(m) for m in models.by_name(name).modules()]
+    assert by_default.count(nn.ReLU) == count
+
+
 def test_mlp_activations():
     for activation, kind in [("relu", nn.ReLU), ("sigmoid", nn.Sigmoid), ("tanh", nn.Tanh), (nn.GELU, nn.GELU)]:
         model = models.mlp(4, 3, 3, 2, activation=activation)
         assert [type(m) for m in model] == [nn.Flatten, nn.Linear, kind, nn.Linear, kind, nn.Linear]
-    with pytest.raises(ValueError, match="activation must be one of relu, sigmoid, tanh or a class, got 'swish'"):
+    with pytest.raises(ValueError, match="activation must be one of relu, gelu, sigmoid, tanh or a class, got 'swish'"):
         models.mlp(4, 2, activation="swish")
     with pytest.raises(ValueError, match="an input and an output size"):
         models.mlp(4)

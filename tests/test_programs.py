@@ -197,12 +197,12 @@ def test_the_warning_says_what_it_costs_and_points_at_the_users_line():
 
 def test_a_refused_program_is_compared_with_the_eager_step(traced_only, monkeypatch):
     def refused(*args):
-        raise CaptureError("the results differ", step_seconds=1e-6)
+        raise CaptureError("the results differ")
 
-    monkeypatch.setattr(capture, "_check", refused)
+    monkeypatch.setattr(capture, "check", refused)
     step = threepass.ThreePass(mlp(4, 3), F.cross_entropy, compile=True)
     with pytest.warns(
-        threepass.UncompiledWarning, match=r"the compiled program took 0.001 ms, so this is [\d.]+x slower"
+        threepass.UncompiledWarning, match=r"the compiled program took [\d.]+ ms, so this is [\d.]+x slower"
     ):
         step(torch.randn(5, 4), torch.randint(3, (5,)))
 

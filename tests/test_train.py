@@ -1,5 +1,6 @@
 """fit: Algorithm 1, schedules, checkpoints that go on as if nothing had happened, metrics."""
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -44,6 +45,7 @@ def without_times(metrics: dict) -> dict:
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
+PARTS = ("train", "val")
 RUNS = {
     "sgd": {"lr": 0.05, "augment": True},
     "adamw-exact-cosine": {"optimizer": "adamw", "lr": 0.01, "mode": "exact", "schedule": "cosine", "warmup": 1},
@@ -107,6 +109,30 @@ def test_algorithm_1_as_printed():
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
     assert (result.E, result.E_x) == pytest.approx(totals[-1], rel=1e-4)
     assert [m["E"] for m in result.history] == pytest.approx([t[0] for t in totals], rel=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sam_by_hand(compiled):
+    """w <- w - lr dl/dw at w + rho g / |g|, in float64."""
+    made, lr, rho = data(), 0.1, 0.3
+    made = dataclasses.replace(made, **{k: Split(s.x.double() / 255, s.y) for k, s in vars(made).items() if k in PARTS})
+    x, y = (made.train.x - 0.5) / 0.3, made.train.y
+    by_hand = simple().double()
+    parameters = list(by_hand.parameters())
+    for _ in range(3):
+        grads = torch.autograd.grad(F.cross_entropy(by_hand(x), y), parameters)
+        length = torch.cat([g.flatten() for g in grads]).norm()
+        with torch.no_grad():
+            for p, g in zip(parameters, grads, strict=True):
+                p += rho * g / length
+        above = torch.autograd.grad(F.cross_entropy(by_hand(x), y), parameters)
+        with torch.no_grad():
+            for p, g, d in zip(parameters, grads, above, strict=True):
+                p -= rho * g / length + lr * d
+    settings = {"alpha": 1.0, "sam": rho, "lr": lr, "momentum": 0.0, "compile": compiled}
+    result = fit(simple().double(), made, epochs=3, batch_size=40, **settings)
+    for p, q in zip(result.model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "Rprop", "NAdam", "Adagrad"])

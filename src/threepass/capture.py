@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from . import passes
 from .check import check
-from .errors import UncheckedWarning
+from .errors import CaptureError, UncheckedWarning
 from .functional import functional
 from .randomness import seed_draws
 from .rewrites import dense_before_scatter, reshape_instead_of_view
@@ -195,10 +195,26 @@ def _checked(captured: Captured, inputs: Sequence[Tensor], places: Sequence[int]
     values = [*program.state, *inputs]
     try:
         return check(program.plain, captured.run, values, places[0] if places else None)
+    except CaptureError as error:
+        raise CaptureError(
+            str(error), step_seconds=_seconds(lambda: captured.run([z.clone() for z in values]))
+        ) from error
     except torch.OutOfMemoryError:
         text = "there is not enough memory to compare the compiled step with a float64 reference: it is used unchecked"
         warnings.warn(text, UncheckedWarning, stacklevel=2)
         return 0.0
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    """The time of one run, after others."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    with torch.no_grad():
+        run()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
 def _on_device_of(inputs: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:

@@ -266,7 +266,62 @@ def bench(
         out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (compare, train, bench, report, data, init_study)
+def reproduce(
+    study: tuple[str, ...],
+    seeds: int | None = None,
+    epochs: int | None = None,
+    examples: int | None = None,
+    quick: bool = False,
+    data: Path | None = None,
+    results: Path | None = None,
+    minutes: float | None = None,
+    compile: bool | None = None,
+    device: str = "auto",
+    list: bool = False,
+    page: Path | None = None,
+) -> None:
+    """Run the paper's experiments, each from where it was left, and write the page that checks its claims.
+
+    Args:
+        study: table2 mnist curves alpha0 rates batches deeper init alignment norms methods readings, all, or report.
+        seeds: runs of every cell; default: as planned, three for the rows that matter most.
+        epochs: of every run; default: as planned.
+        examples: train on so many examples of a set; default: all.
+        quick: a small version for two CPU cores, narrow nets on 1000 examples, into runs/paper-quick.
+        data: the folder with the data sets; default: $THREEPASS_DATA, then ~/.cache/threepass.
+        results: the folder of the records; default: results/paper.
+        minutes: stop after so long, in the middle of a run if need be; the same command goes on.
+        compile: compile the steps; default: on a GPU.
+        device: cpu, cuda, or auto: cuda if there is one.
+        list: train nothing; list what is done and what is not.
+        page: where the page goes; default: docs/claims.md, of a smaller version claims.md beside the records.
+    """
+    import torch
+
+    from .study.reproduce import page as claims
+    from .study.reproduce import plan, runner
+
+    scale = plan.Scale(seeds, epochs, examples)
+    if quick:
+        torch.set_num_threads(1)  # on nets so narrow a second thread mostly waits for the first
+        given = {name: value for name, value in dataclasses.asdict(scale).items() if value is not None}
+        scale = dataclasses.replace(plan.QUICK, **given)
+    folder = results or Path("runs/paper-quick" if quick else "results/paper")
+    studies = [name for word in study for name in word.split(",")]
+    jobs = plan.plan([name for name in studies if name != "report"], scale)
+    place = runner.Place(data, device, compile)
+    if list:
+        print("\n".join(runner.status(jobs, folder, place)))
+        return
+    if jobs:
+        runner.train_missing(jobs, folder, place, minutes)
+    whole = scale.epochs is None and scale.examples is None
+    target = page or (Path("docs/claims.md") if whole and Path("docs").is_dir() else folder / "claims.md")
+    made_for = dataclasses.replace(scale, seeds=None) if whole else scale
+    print(f"page: {claims.write(folder, target, made_for, Path())}")
+
+
+COMMANDS: tuple[Callable[..., None], ...] = (compare, train, reproduce, bench, report, data, init_study)
 
 
 class _Parser(argparse.ArgumentParser):

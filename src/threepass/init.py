@@ -5,6 +5,8 @@ With n the fan in, n' the fan out and g = 2 for ReLU, 1 for symmetric activation
     xavier      2 / (n + n')       gain 1, whatever the nonlinearity
     kaiming     g / n              fan in
     geometric   g / sqrt(n n')
+    xavier-relu 2 g / (n + n')     } other readings of the paper's rows: Xavier with the
+    kaiming-out g / n'             } nonlinearity's gain, Kaiming by fan out
     balanced    a root V of the paper's (init1) or (init2), which keep Var[Delta v^i + nabla v^i] the same for every i:
 
                 a V - 1 = a V (b V - 1) P    with a = n' / g, b = n / g, P = product of a b V^2 over the earlier layers
@@ -25,6 +27,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 SCHEMES = ("xavier", "kaiming", "geometric", "balanced")
+READINGS = ("xavier-relu", "kaiming-out")
 GAINS = {"relu": 2.0, "linear": 1.0, "tanh": 1.0, "sigmoid": 1.0}  # sigmoid as if its slope at 0 were 1
 LAYERS = (nn.Linear, _ConvNd)  # convolutions and transposed ones, in 1 to 3 dimensions
 NO_ROOT = "no real root: geometric"
@@ -130,10 +133,12 @@ def variance(scheme: str, fans: Sequence[Fans], nonlinearity: str = "relu") -> l
     [0.0032, 0.028]
     """
     g = gain(nonlinearity)
-    if scheme not in SCHEMES:
-        raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
-    if scheme == "xavier":
-        return [Choice(2 / (n + m), scheme) for n, m in fans]
+    if scheme not in SCHEMES + READINGS:
+        raise ValueError(f"scheme must be one of {', '.join(SCHEMES + READINGS)}, got {scheme!r}")
+    if scheme.startswith("xavier"):
+        return [Choice((g if scheme == "xavier-relu" else 1) * 2 / (n + m), scheme) for n, m in fans]
+    if scheme == "kaiming-out":
+        return [Choice(g / m, scheme) for _, m in fans]
     if scheme == "kaiming":
         return [Choice(g / n, scheme) for n, _ in fans]
     if scheme == "geometric":

@@ -10,47 +10,59 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh}
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "relu": nn.ReLU, "gelu": nn.GELU, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh,
+}  # fmt: skip
+Activation = str | Callable[[], nn.Module]
 
 
-def mlp(*sizes: int, activation: str | Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
+def mlp(*sizes: int, activation: Activation = "relu") -> nn.Sequential:
     """A perceptron over flattened input: `mlp(784, 512, 10)` is the paper's for MNIST.
 
-    activation: "relu", "sigmoid", "tanh", or a module class; there is none after the last layer.
+    activation: "relu", "gelu", "sigmoid", "tanh", or a module class; there is none after the last layer.
 
     >>> mlp(784, 512, 10)[-1]
     Linear(in_features=512, out_features=10, bias=True)
     """
     if len(sizes) < 2:
         raise ValueError(f"mlp needs an input and an output size, got {sizes}")
-    if isinstance(activation, str):
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)} or a class, got {activation!r}")
-        activation = ACTIVATIONS[activation]
+    make = _activation(activation)
     layers: list[nn.Module] = [nn.Flatten()]
     for i, o in pairwise(sizes):
-        layers += [nn.Linear(i, o), activation()]
+        layers += [nn.Linear(i, o), make()]
     return nn.Sequential(*layers[:-1])
 
 
-def plain(depth: int = 20, classes: int = 10, width: int = 16, channels: int = 3) -> nn.Sequential:
+def plain(
+    depth: int = 20,
+    classes: int = 10,
+    width: int = 16,
+    channels: int = 3,
+    bias: bool = True,
+    activation: Activation = "relu",
+) -> nn.Sequential:
     """The paper's plain net of depth 6n + 2 for 32 x 32 images: He's CIFAR ResNet without shortcuts and norms.
 
     Kaiming initialisation, biases zero. Images may have another size: the last layer takes the mean over pixels.
+    bias=False leaves out the biases of the convolutions; the paper does not say whether its nets have them.
 
     >>> sum(p.numel() for p in plain(20).parameters()), sum(p.numel() for p in plain(32).parameters())
     (269034, 463018)
     """
+    make = _activation(activation)
     layers: list[nn.Module] = []
     for n_in, n_out, stride in _stages("plain net", depth, width, channels):
-        layer = nn.Conv2d(n_in, n_out, 3, stride, 1)
+        layer = nn.Conv2d(n_in, n_out, 3, stride, 1, bias=bias)
         nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-        nn.init.constant_(cast(Tensor, layer.bias), 0)
-        layers += [layer, nn.ReLU()]
+        if bias:
+            nn.init.constant_(cast(Tensor, layer.bias), 0)
+        layers += [layer, make()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, classes))
 
 
-def resnet(depth: int = 20, classes: int = 10, width: int = 16, channels: int = 3) -> nn.Sequential:
+def resnet(
+    depth: int = 20, classes: int = 10, width: int = 16, channels: int = 3, activation: Activation = "relu"
+) -> nn.Sequential:
     """He's CIFAR ResNet of depth 6n + 2: the layers of `plain(depth)` with BatchNorm, and a shortcut around every two.
 
     Shortcuts have no parameters (He's option A): where a stage begins, they skip every second pixel and pad the new
@@ -59,14 +71,15 @@ def resnet(depth: int = 20, classes: int = 10, width: int = 16, channels: int = 
     >>> [round(sum(p.numel() for p in resnet(depth).parameters()) / 1e6, 2) for depth in (20, 32, 56)]
     [0.27, 0.46, 0.85]
     """
+    make = _activation(activation)
     (first, *rest) = _stages("ResNet", depth, width, channels)
-    blocks = [_Block(n_in, n_out, stride) for n_in, n_out, stride in rest[::2]]
+    blocks = [_Block(n_in, n_out, stride, make) for n_in, n_out, stride in rest[::2]]
     return nn.Sequential(
-        *_conv_norm(*first), nn.ReLU(), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, classes)
+        *_conv_norm(*first), make(), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, classes)
     )
 
 
-def resnet18(classes: int = 10, width: int = 64, channels: int = 3) -> nn.Sequential:
+def resnet18(classes: int = 10, width: int = 64, channels: int = 3, activation: Activation = "relu") -> nn.Sequential:
     """ResNet-18 with the first layer that is usual for small images: 3 x 3, stride 1, no pooling.
 
     Four stages of two blocks; a shortcut that changes shape is a 1 x 1 convolution with BatchNorm (He's option B).
@@ -74,11 +87,12 @@ def resnet18(classes: int = 10, width: int = 64, channels: int = 3) -> nn.Sequen
     >>> sum(p.numel() for p in resnet18().parameters())
     11173962
     """
-    layers: list[nn.Module] = [*_conv_norm(channels, width, 1), nn.ReLU()]
+    make = _activation(activation)
+    layers: list[nn.Module] = [*_conv_norm(channels, width, 1), make()]
     n_in = width
     for stage in range(4):
         n_out = width * 2**stage
-        layers += [_Projected(n_in, n_out, 2 if stage else 1), _Projected(n_out, n_out, 1)]
+        layers += [_Projected(n_in, n_out, 2 if stage else 1, make), _Projected(n_out, n_out, 1, make)]
         n_in = n_out
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(n_in, classes))
 
@@ -127,7 +141,7 @@ def by_name(name: str, **options: Any) -> nn.Module:
     if (stem, depth) == ("resnet", "18"):
         return resnet18(**options)
     if stem in ("plain", "resnet"):
-        return (plain if stem == "plain" else resnet)(**({"depth": int(depth)} if depth else {}), **options)
+        return (plain if stem == "plain" else resnet)(**options | ({"depth": int(depth)} if depth else {}))
     raise ValueError(
         f"unknown model {name!r}: give mlp, vit, plain20, resnet20 (or another depth 6n + 2), resnet18, "
         "or module:function"
@@ -149,6 +163,14 @@ def _of_the_users(name: str, options: dict[str, Any]) -> nn.Module:
     return model
 
 
+def _activation(activation: Activation) -> Callable[[], nn.Module]:
+    if not isinstance(activation, str):
+        return activation
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)} or a class, got {activation!r}")
+    return ACTIVATIONS[activation]
+
+
 def _stages(what: str, depth: int, width: int, channels: int) -> list[tuple[int, int, int]]:
     """(channels in, channels out, stride) of the 6n + 1 convolutions."""
     if depth < 8 or depth % 6 != 2:
@@ -166,26 +188,28 @@ def _conv_norm(n_in: int, n_out: int, stride: int, size: int = 3) -> list[nn.Mod
 
 
 class _Block(nn.Module):
-    def __init__(self, n_in: int, n_out: int, stride: int):
+    def __init__(self, n_in: int, n_out: int, stride: int, activation: Callable[[], nn.Module]):
         super().__init__()
         self.stride, self.new = stride, n_out - n_in
-        self.body = nn.Sequential(*_conv_norm(n_in, n_out, stride), nn.ReLU(), *_conv_norm(n_out, n_out, 1))
+        self.body = nn.Sequential(*_conv_norm(n_in, n_out, stride), activation(), *_conv_norm(n_out, n_out, 1))
+        self.activation = activation()
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x[:, :, :: self.stride, :: self.stride]
         if self.new:
             shortcut = F.pad(shortcut, (0, 0, 0, 0, self.new // 2, self.new - self.new // 2))
-        return F.relu(self.body(x) + shortcut)
+        return self.activation(self.body(x) + shortcut)
 
 
 class _Projected(nn.Module):
-    def __init__(self, n_in: int, n_out: int, stride: int):
+    def __init__(self, n_in: int, n_out: int, stride: int, activation: Callable[[], nn.Module]):
         super().__init__()
-        self.body = nn.Sequential(*_conv_norm(n_in, n_out, stride), nn.ReLU(), *_conv_norm(n_out, n_out, 1))
+        self.body = nn.Sequential(*_conv_norm(n_in, n_out, stride), activation(), *_conv_norm(n_out, n_out, 1))
+        self.activation = activation()
         self.shortcut = nn.Sequential(*_conv_norm(n_in, n_out, stride, 1) if n_in != n_out else ())
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.body(x) + self.shortcut(x))
+        return self.activation(self.body(x) + self.shortcut(x))
 
 
 class _ViT(nn.Module):

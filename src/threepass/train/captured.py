@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ..compiled import capturable, laid_out
-from ..engine import run as three_passes
 from ..errors import CaptureError
 from ..surroundings import unchanged_on_error
 from .optimizer import is_graphable, lr_in, state_tensors
@@ -132,7 +131,7 @@ class CapturedSteps(Steps):
         with in_precision(self.config, self.device), capturable(self.model, signature):
             options = self.schedule.options(position)
             weights, seed = (back.to(dtype), third.to(dtype)), seed.to(torch.int32)
-            r = three_passes(self.model, self.loss_fn, x, y, options, third=kind.third, weights=weights, seed=seed)
+            r = self.passes(self.model, self.loss_fn, x, y, options, third=kind.third, weights=weights, seed=seed)
         self.sums += summed(r, y)
         self.loss.copy_(r.loss)
         self.lr.copy_(lr)

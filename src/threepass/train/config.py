@@ -32,6 +32,7 @@ class Config:
     reduction: str = "batch"  # of the input loss: batch, sample
     mode: str = "paper"  # of the third pass: paper, exact
     strength: float | None = None  # of the penalty, instead of alpha and reduction
+    sam: float = 0.0  # radius of sharpness-aware minimisation, with alpha 1; 0: none
     every: int = 1  # the third pass in every so many steps
     input_at: str | None = None  # the module whose output counts as the input
     optimizer: str = "sgd"  # sgd, adam, adamw, or a class of torch.optim
@@ -65,7 +66,7 @@ class Config:
         for name in ("epochs", "batch_size", "every", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")
-        for name in ("warmup", "probe_every", "align_every", "weight_decay", "momentum"):
+        for name in ("warmup", "probe_every", "align_every", "weight_decay", "momentum", "sam"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)!r}")
         check_compile(self.compile)
@@ -73,6 +74,8 @@ class Config:
             raise ValueError(f"lr must be positive, got {self.lr!r}")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing!r}")
+        if self.sam and (self.alpha != 1 or self.strength is not None):
+            raise ValueError("sam takes the place of the third pass: give alpha 1 and no strength with it")
         if self.eta_over_alpha and (self.alpha == 0 or self.strength is not None):
             raise ValueError("eta_over_alpha divides by alpha: give an alpha above 0, and no strength")
 

@@ -31,14 +31,19 @@ class Run:
     def train(self, folder: Path, resume: bool = False) -> Fit:
         """Trains in the folder, which gets run.json first; `resume` goes on from its checkpoint."""
         data = self.load()
+        model = self.make_model(data)
+        if not resume:
+            folder.mkdir(parents=True)
+            self.write(folder)
+        return fit(model, data, self.config, folder=folder, resume=resume)
+
+    def make_model(self, data: DataSet) -> nn.Module:
+        """The model with the initial weights of the run's seed, on the data's device."""
         torch.manual_seed(self.config.seed)
         model = build(self.model, data, **self.model_options)
         if self.init is not None:
             init_(model, self.init)
-        if not resume:
-            folder.mkdir(parents=True)
-            self.write(folder)
-        return fit(model.to(data.train.x.device), data, self.config, folder=folder, resume=resume)
+        return model.to(data.train.x.device)
 
     def load(self) -> DataSet:
         device = self.device

@@ -1,6 +1,7 @@
 """The training steps of a run, as Python runs them: a batch, three passes, an update, and the epoch's sums."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..step import add_to_grad
 from .config import Config
 from .data import Batches
 from .optimizer import set_lr
+from .sam import sam
 from .schedule import Schedule
 
 SUMS = ("loss", "wrong", "input_loss", "samples")
@@ -25,6 +27,7 @@ class Steps:
     def __init__(self, model: nn.Module, loss_fn: LossFn, batches: Batches, optimizer: Optimizer, config: Config):
         self.model, self.loss_fn, self.batches, self.optimizer, self.config = model, loss_fn, batches, optimizer, config
         self.device = next(model.parameters()).device
+        self.passes = partial(sam, rho=config.sam) if config.sam else three_passes
         self.schedule = Schedule(config, len(batches), len(batches.split))
         self.drawn = torch.empty((4, len(batches.split)), dtype=torch.int64, device=self.device)
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
@@ -41,7 +44,7 @@ class Steps:
             self.optimizer.zero_grad()
         with in_precision(self.config, self.device):
             options, third = self.schedule.options(position), self.schedule.third(position)
-            r = three_passes(self.model, self.loss_fn, x, y, options, third=third)
+            r = self.passes(self.model, self.loss_fn, x, y, options, third=third)
         add_to_grad(self.model, r, calls=position)
         if self.config.update == "batch":
             self.update(position)

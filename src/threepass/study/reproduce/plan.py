@@ -1,0 +1,300 @@
+"""The studies as lists of runs, the most telling first. Every run is one that `threepass train` can repeat alone."""
+
+import dataclasses
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...train.config import Config
+from ...train.runs import Run
+
+CIFAR = ("cifar10", "cifar100")
+ALPHAS = (0.2, 0.4, 0.6, 0.8)  # of the paper's curves
+RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+BATCHES = (16, 32, 128, 512, 2048)
+GRID_ALPHAS = (1.0, 0.8, 0.4, 0.2, 0.1)
+DEPTHS = (44, 56, 110)
+STRENGTHS = (0.01, 0.1, 0.3, 1.0)
+SAME_TIME = 1.35  # epochs of plain training in the time of a three-pass epoch, by the arithmetic of plain-20
+
+PAPER: dict[str, Any] = {  # section 5; the learning rate falls at epochs 100 and 150 of 200
+    "batch_size": 128, "momentum": 0.9, "weight_decay": 0.0, "schedule": "step", "milestones": (0.5, 0.75),
+    "gamma": 0.1, "augment": True, "precision": "tf32",
+}  # fmt: skip
+MNIST: dict[str, Any] = {"batch_size": 128, "momentum": 0.9, "lr": 0.1, "precision": "tf32"}
+HALF: dict[str, Any] = {"precision": "bf16", "save_every": 10}  # checkpoints of ResNet-18 are large
+TWO: dict[str, Any] = {"alpha": 1.0, "lr": 0.01}
+THREE: dict[str, Any] = {"alpha": 0.1, "lr": 0.1}
+WHERE = ("device", "data_dir")  # of a run, and of its config: they change where and how fast it runs, not what it is
+HOW = ("compile", "channels_last", "save_every")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much of the plan is run: seeds, epochs, training examples, channels of the nets' first layers; None: all."""
+
+    seeds: int | None = None
+    epochs: int | None = None
+    examples: int | None = None
+    width: int | None = None
+
+    def seeds_of(self, planned: int) -> range:
+        return range(planned if self.seeds is None else self.seeds)
+
+    def epochs_of(self, planned: int) -> int:
+        return planned if self.epochs is None else self.epochs
+
+
+QUICK = Scale(seeds=1, epochs=5, examples=1000, width=4)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of a study. `cell` says what it stands for there; runs of a cell differ in their seed only."""
+
+    study: str
+    cell: dict[str, str]
+    run: Run
+    examples: int | None = None  # train on so many examples only
+    measures: tuple[str, ...] = ()
+
+    @property
+    def seed(self) -> int:
+        return self.run.config.seed
+
+    @property
+    def title(self) -> str:
+        return f"{', '.join(self.cell.values())}, seed {self.seed}"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The settings that the result depends on, without those at their defaults: a new setting changes no key."""
+        run = {f.name: getattr(self.run, f.name) for f in dataclasses.fields(Run) if f.name not in WHERE}
+        settings = {f.name: (getattr(self.run.config, f.name), f.default) for f in dataclasses.fields(Config)}
+        changed = {name: value for name, (value, default) in settings.items() if value != default and name not in HOW}
+        return run | {"config": changed, "examples": self.examples}
+
+    @property
+    def key(self) -> str:
+        """A name in words with a digest of the settings, the same for every study that has this run."""
+        digest = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:8]
+        words = (self.run.model, self.run.data, self.cell.get("method", ""), f"seed {self.seed}")
+        return re.sub(r"[^\w.]+", "-", " ".join(words)).strip("-") + f"-{digest}"
+
+    @property
+    def cost(self) -> float:
+        """Of one run relative to others, for the time that is left."""
+        config, model = self.run.config, self.run.model
+        depth = float(re.sub(r"\D", "", model) or 2)
+        width = 6.0 if model == "resnet18" else 3.0 if model == "vit" else 1.0
+        two = config.alpha == 1 and config.strength is None
+        passes = 2.0 if config.sam or (config.mode == "exact" and not two) else 1.0 if two else SAME_TIME
+        steps = max(1.0, 128 / config.batch_size) ** 0.8
+        return config.epochs * depth * width * passes * steps * ((self.examples or 50_000) / 50_000)
+
+
+def command_line(run: Run, name: str) -> str:
+    """The command that repeats a run alone: `threepass train` with every setting that is not the default."""
+    words = ["threepass", "train", "--data", run.data, "--model", run.model]
+    if run.model_options:
+        words += ["--model-options", json.dumps(run.model_options)]
+    if run.init is not None:
+        words += ["--init", run.init]
+    for f in dataclasses.fields(Config):
+        value, flag = getattr(run.config, f.name), "--" + f.name.replace("_", "-")
+        if value == f.default:
+            continue
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, tuple):
+            words += [flag, *map(str, value)]
+        else:
+            words += [flag, str(value)]
+    return shlex.join([*words, "--name", name])
+
+
+@dataclass(frozen=True)
+class Study:
+    """A list of runs under way: what its jobs have in common."""
+
+    name: str
+    scale: Scale
+    measures: tuple[str, ...] = field(default=())
+
+    def job(self, data: str, model: str, method: str, epochs: int, seed: int, *, cell: dict[str, str] | None = None,
+            init: str | None = None, options: dict[str, Any] | None = None, longer: float = 1.0,
+            **settings: Any) -> Job:  # fmt: skip
+        """A run with the paper's settings for the data set, and those that are given."""
+        epochs = round(longer * self.scale.epochs_of(epochs))
+        common = {"epochs": epochs, "probe_every": max(1, epochs // 20), "seed": seed}
+        config = Config(**(MNIST if data == "mnist" else PAPER) | common | settings)
+        named = {"net": model, "data": data, "method": method} | (cell or {})
+        narrow = {"width": self.scale.width} if self.scale.width and model.startswith(("plain", "resnet")) else {}
+        run = Run(data, model, (options or {}) | narrow, init, config=config)
+        return Job(self.name, named, run, self.scale.examples, self.measures)
+
+
+def table2(scale: Scale) -> Iterator[Job]:
+    """Table 2: first the three-pass and Kaiming rows of all seeds, then Xavier in both readings, then eta .1."""
+    s = Study("table2", scale, ("robustness",))
+    cells = [(data, f"plain{depth}") for data in CIFAR for depth in (20, 32)]
+    for seed in scale.seeds_of(3):
+        for data, net in cells:
+            yield s.job(data, net, "alpha 0.1", 200, seed, **THREE)
+            yield s.job(data, net, "kaiming", 200, seed, **TWO)
+    for seed in scale.seeds_of(1):
+        for init in ("xavier-relu", "xavier"):
+            for data, net in cells:
+                yield s.job(data, net, init, 200, seed, init=init, **TWO)
+    for seed in scale.seeds_of(1):
+        for row, scheme in {"kaiming": None, "xavier-relu": "xavier-relu", "xavier": "xavier"}.items():
+            for data, net in cells:
+                yield s.job(data, net, f"{row}, eta 0.1", 200, seed, init=scheme, alpha=1.0, lr=0.1)
+
+
+def mnist(scale: Scale) -> Iterator[Job]:
+    """MLP 784-512-10, eta .1, 50 epochs, two passes and alpha .2 to .8."""
+    s = Study("mnist", scale)
+    for seed in scale.seeds_of(3):
+        yield s.job("mnist", "mlp", "plain", 50, seed, alpha=1.0)
+        for alpha in ALPHAS:
+            yield s.job("mnist", "mlp", f"alpha {alpha:g}", 50, seed, alpha=alpha)
+
+
+def curves(scale: Scale) -> Iterator[Job]:
+    """plain-20 by two passes (the runs of Table 2) and alpha .2 to .8 at .01 / alpha, on both sets."""
+    s = Study("curves", scale)
+    for seed in scale.seeds_of(3):
+        for data in CIFAR:
+            yield dataclasses.replace(s.job(data, "plain20", "kaiming", 200, seed, **TWO), measures=("robustness",))
+            for alpha in ALPHAS:
+                yield s.job(data, "plain20", f"alpha {alpha:g}", 200, seed, alpha=alpha, lr=0.01, eta_over_alpha=True)
+
+
+def alpha0(scale: Scale) -> Iterator[Job]:
+    """The third pass alone. The paper does not say its learning rate: .1, and .01 for CIFAR."""
+    s = Study("alpha0", scale)
+    for seed in scale.seeds_of(3):
+        yield s.job("mnist", "mlp", "alpha 0", 50, seed, alpha=0.0)
+        for data in CIFAR:
+            for lr in (0.1, 0.01):
+                yield s.job(data, "plain20", f"alpha 0, eta {lr:g}", 200, seed, alpha=0.0, lr=lr)
+
+
+def rates(scale: Scale) -> Iterator[Job]:
+    """eta x alpha, plain-20 on CIFAR-10, 40 epochs; the extremes of alpha first."""
+    s = Study("rates", scale)
+    for seed in scale.seeds_of(1):
+        for alpha in sorted(GRID_ALPHAS, key=lambda a: a not in (0.1, 1.0)):
+            for lr in RATES:
+                yield s.job("cifar10", "plain20", f"alpha {alpha:g}, eta {lr:g}", 40, seed, alpha=alpha, lr=lr)
+
+
+def batches(scale: Scale) -> Iterator[Job]:
+    """Batch x alpha, plain-20 on CIFAR-10, 40 epochs, eta = .01 / alpha whatever the batch."""
+    s = Study("batches", scale)
+    for seed in scale.seeds_of(1):
+        for alpha in sorted(GRID_ALPHAS, key=lambda a: a not in (0.1, 1.0)):
+            for size in reversed(BATCHES):
+                settings: dict[str, Any] = {"alpha": alpha, "lr": 0.01, "eta_over_alpha": True, "batch_size": size}
+                yield s.job("cifar10", "plain20", f"alpha {alpha:g}, batch {size}", 40, seed, **settings)
+
+
+def deeper(scale: Scale) -> Iterator[Job]:
+    """plain-44, -56 and -110, and plain-20 with sigmoids; 60 epochs, with the signals' variances."""
+    s = Study("deeper", scale, ("variances",))
+    for seed in scale.seeds_of(1):
+        for options in ({"activation": "sigmoid"}, {}):
+            for depth in DEPTHS if not options else (20,):
+                kind = "sigmoid, " if options else ""
+                yield s.job("cifar10", f"plain{depth}", f"{kind}kaiming", 60, seed, options=options, **TWO)
+                yield s.job("cifar10", f"plain{depth}", f"{kind}alpha 0.1", 60, seed, options=options, **THREE)
+
+
+def init(scale: Scale) -> Iterator[Job]:
+    """Three passes from the four initialisers, plain-20 on CIFAR-10, 60 epochs."""
+    s = Study("init", scale)
+    for seed in scale.seeds_of(3):
+        for scheme in ("kaiming", "geometric", "balanced", "xavier"):
+            yield s.job("cifar10", "plain20", scheme, 60, seed, init=scheme, **THREE)
+
+
+def alignment(scale: Scale) -> Iterator[Job]:
+    """How far pass 3 points along the gradient of the input loss, over 20 epochs of four nets on CIFAR-10."""
+    s = Study("alignment", scale, ("alignment",))
+    sgd = {"lr": 0.05, "schedule": "cosine", "weight_decay": 5e-4}
+    adam = {"lr": 1e-3, "schedule": "cosine", "weight_decay": 0.05, "optimizer": "adamw"}
+    nets: dict[str, dict[str, Any]] = {"plain20": {"lr": 0.01}, "resnet20": sgd, "vit": adam, "plain32": {"lr": 0.01}}
+    for seed in scale.seeds_of(1):
+        for net, own in nets.items():
+            yield s.job("cifar10", net, "two passes", 20, seed, align_every=1, alpha=1.0, **own)
+            # Adam divides the gradient by its size, so that alpha's factor does not reach the weights.
+            three = own | {"alpha": 0.1, "eta_over_alpha": "optimizer" not in own}
+            yield s.job("cifar10", net, "alpha 0.1", 20, seed, align_every=1, **three)
+
+
+def norms(scale: Scale) -> Iterator[Job]:
+    """ResNet-20 and ResNet-18 with BatchNorm, ReLU and GELU: two passes, then both modes over strength; 30 epochs."""
+    s = Study("norms", scale, ("robustness",))
+    common: dict[str, Any] = {"lr": 0.1, "schedule": "cosine", "weight_decay": 5e-4}
+    for seed in scale.seeds_of(1):
+        for net in ("resnet20", "resnet18"):
+            for activation in ("relu", "gelu"):
+                options, own = {"activation": activation}, common | (HALF if net == "resnet18" else {})
+                cell = {"activation": activation}
+                yield s.job("cifar10", net, "two passes", 30, seed, cell=cell, options=options, alpha=1.0, **own)
+                for strength in STRENGTHS:
+                    for mode in ("exact", "paper"):
+                        method = f"{mode}, strength {strength:g}"
+                        third = {"strength": strength, "mode": mode}
+                        yield s.job("cifar10", net, method, 30, seed, cell=cell, options=options, **own | third)
+
+
+def methods(scale: Scale) -> Iterator[Job]:
+    """What else one could do with plain-20 on CIFAR-10: exact mode, SAM, weight decay, more plain epochs."""
+    s = Study("methods", scale, ("robustness",))
+    for seed in scale.seeds_of(3):
+        yield s.job("cifar10", "plain20", "alpha 0.1", 200, seed, **THREE)
+        yield s.job("cifar10", "plain20", "kaiming", 200, seed, **TWO)
+        yield s.job("cifar10", "plain20", "exact, alpha 0.1", 200, seed, mode="exact", **THREE)
+        yield s.job("cifar10", "plain20", "plain, same time", 200, seed, longer=SAME_TIME, **TWO)
+        yield s.job("cifar10", "plain20", "SAM, rho 0.05", 200, seed, sam=0.05, **TWO)
+        yield s.job("cifar10", "plain20", "weight decay 0.0005", 200, seed, **TWO | {"weight_decay": 5e-4})
+        yield s.job("cifar10", "plain20", "weight decay 0.005", 200, seed, **TWO | {"weight_decay": 5e-3})
+
+
+def readings(scale: Scale) -> Iterator[Job]:
+    """What the paper leaves open: biases, the fan of Kaiming's rule, the scale of the input loss."""
+    s = Study("readings", scale)
+    no_bias: dict[str, Any] = {"options": {"bias": False}}
+    for seed in scale.seeds_of(1):
+        for data in CIFAR:
+            for net in ("plain20", "plain32"):
+                yield s.job(data, net, "alpha 0.1, no bias", 200, seed, **no_bias, **THREE)
+                yield s.job(data, net, "kaiming, no bias", 200, seed, **no_bias, **TWO)
+                yield s.job(data, net, "alpha 0.1, fan out", 200, seed, init="kaiming-out", **THREE)
+                yield s.job(data, net, "kaiming, fan out", 200, seed, init="kaiming-out", **TWO)
+                yield s.job(data, net, "alpha 0.1, per sample", 200, seed, reduction="sample", **THREE)
+
+
+STUDIES: dict[str, Callable[[Scale], Iterator[Job]]] = {
+    f.__name__: f
+    for f in (table2, mnist, curves, alpha0, rates, batches, deeper, init, alignment, norms, methods, readings)
+}
+
+
+def plan(studies: Iterable[str], scale: Scale) -> list[Job]:
+    """The runs of the studies in order, each once: a run that two studies have stands where it comes first."""
+    names = [name for word in studies for name in (STUDIES if word == "all" else (word,))]
+    unknown = [name for name in names if name not in STUDIES]
+    if unknown:
+        raise ValueError(f"unknown study {unknown[0]!r}: give {', '.join(STUDIES)}, all or report")
+    jobs: dict[str, Job] = {}
+    for name in dict.fromkeys(names):
+        for job in STUDIES[name](scale):
+            jobs.setdefault(job.key, job)
+    return list(jobs.values())
