@@ -5,43 +5,96 @@ below `torch.fx.experimental`. A new torch that breaks the library breaks it her
 on each version; a test refuses such names elsewhere.
 """
 
+import sys
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-# seen in 2.10 to 2.13: the tracer that is at work, or None
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+# seen in 2.10 to 2.13: compares the metadata of many tensors (shape, strides, dtype, device, ...) in one call
+from torch._C._dynamo.guards import TensorGuards
+
+# seen in 2.10 to 2.13: tensors without contents, for shapes and strides
+from torch._subclasses import FakeTensorMode
+from torch.distributions import Distribution
+from torch.fx import Graph, GraphModule, Node
+
+# seen in 2.10 to 2.13: the tracer that is at work, or None; a function as a graph of ATen operations
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.nn.modules import module as _module
+
+# seen in 2.10 to 2.13: the base class of all convolutions, transposed ones included
+from torch.nn.modules.conv import _ConvNd as ConvNd
 
 # seen in 2.10 to 2.13: the TorchFunctionModes at work, the innermost one last
 from torch.overrides import _get_current_function_mode_stack as function_modes
+
+# seen in 2.10 to 2.13: a mode that is shown every ATen operation
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # seen in 2.10 to 2.13: hides an operation from all dispatch modes, such as a tracer
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
 
 # seen in 2.10 to 2.13: nested containers, flat and back
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 __all__ = [
+    "GLOBAL_HOOKS",
+    "MODULE_HOOKS",
+    "MODULE_HOOK_FLAGS",
+    "MODULE_MEMBERS",
+    "MODULE_OTHERS",
+    "PRIVATE_ATTRIBUTES",
+    "ConvNd",
     "DisableTorchFunction",
+    "FakeTensorMode",
     "OpOverload",
     "OpOverloadPacket",
+    "TensorGuards",
+    "TorchDispatchMode",
     "TreeSpec",
+    "arguments_of",
+    "aten_log_softmax",
+    "aten_softmax",
     "batch_norm_backward",
     "batch_norm_forward",
+    "batch_norm_functional",
+    "batch_norm_legit",
+    "compile_by_inductor",
+    "cpu_attention",
+    "cpu_attention_backward",
+    "foreach_add_",
     "foreach_copy_",
+    "foreach_mul",
+    "foreach_norm",
     "function_modes",
     "function_modes_enabled",
     "get_proxy_mode",
+    "has_gradient_hooks",
     "has_saved_tensor_hooks",
+    "is_dynamo_imported",
+    "keep_for_inductor",
+    "kernel_switches",
+    "local_scalar_dense",
+    "make_fx",
+    "nested_from_mask",
     "no_dispatch_modes",
+    "number_of_function_modes",
     "overload_of",
     "safe_softmax",
     "set_mkldnn_enabled",
+    "set_trace_switches",
     "silu",
+    "to_copy",
+    "trace_switches",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "unsafe_index",
+    "unsafe_index_put",
+    "unsafe_view",
 ]
 
 # seen in 2.10 to 2.13: torch.library gives objects of these classes, and no public name for them
@@ -54,18 +107,69 @@ DisableTorchFunction = torch._C.DisableTorchFunction
 # seen in 2.10 to 2.13: whether the modes on the stack are asked at all (not inside DisableTorchFunction)
 function_modes_enabled = torch._C._is_torch_function_mode_enabled
 
+# seen in 2.10 to 2.13: how many TorchFunctionModes are on the stack; a default device is one
+number_of_function_modes = torch._C._len_torch_function_stack
+
 # seen in 2.10 to 2.13: what F.silu calls, and what a mode is shown of it
 silu = torch._C._nn.silu
 
-# seen in 2.10 to 2.13: copies many tensors in one launch
+# seen in 2.10 to 2.13: one operation on each of many tensors, in one launch
+foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
+foreach_mul = torch._foreach_mul
+foreach_norm = torch._foreach_norm
 
 # seen in 2.10 to 2.13: softmax, zero in a row that is masked as a whole
 safe_softmax = torch.ops.aten._safe_softmax
 
+# seen in 2.10 to 2.13: what softmax and log_softmax are in a graph; their last argument is for half formats
+aten_softmax = torch.ops.aten._softmax
+aten_log_softmax = torch.ops.aten._log_softmax
+
+# seen in 2.10 to 2.13: what `Tensor.to` is in a graph where it copies
+to_copy = torch.ops.aten._to_copy
+
+# seen in 2.10 to 2.13: a view whose source nobody else has; indexing without a check of the indices
+unsafe_view = torch.ops.aten._unsafe_view
+unsafe_index = torch.ops.aten._unsafe_index
+unsafe_index_put = torch.ops.aten._unsafe_index_put
+
+# seen in 2.10 to 2.13: operations that read the contents of a tensor: `item`; whether a mask is aligned to the left
+local_scalar_dense = torch.ops.aten._local_scalar_dense
+nested_from_mask = torch.ops.aten._nested_tensor_from_mask_left_aligned
+
 # seen in 2.10 to 2.13: batch norm with the choice of its implementation, and the backward pass of that choice
 batch_norm_forward = torch.ops.aten._batch_norm_impl_index
 batch_norm_backward = torch.ops.aten._batch_norm_impl_index_backward
+
+# seen in 2.10 to 2.13: batch norm whose schema says that it writes to the running statistics, or returns them
+batch_norm_legit = torch.ops.aten._native_batch_norm_legit
+batch_norm_functional = torch.ops.aten._native_batch_norm_legit_functional
+
+# seen in 2.10 to 2.13: the fused attention of CPUs
+cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+# seen in 2.10 to 2.13: entries of a module's `__dict__` that hold its members, the hooks that a call runs, the flags
+# of those hooks, and others: what belongs to its state dict, and whether its backward hooks are full ones
+MODULE_MEMBERS = ("_parameters", "_buffers", "_modules")
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+MODULE_HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+MODULE_OTHERS = (
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+    "_non_persistent_buffers_set", "_is_full_backward_hook",
+)  # fmt: skip
+
+# seen in 2.10 to 2.13: the same for hooks that all modules run, in the order of MODULE_HOOKS
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(getattr(_module, f"_global{name}") for name in MODULE_HOOKS)
+
+# seen in 2.10 to 2.13: attributes of torch's objects that other files read, and operations that they know by name
+PRIVATE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "module": (*MODULE_MEMBERS, *MODULE_HOOKS, *MODULE_HOOK_FLAGS, *MODULE_OTHERS),
+    "tensor": ("_backward_hooks", "_base", "_is_view", "_version"),
+    "storage": ("_cdata",),
+    "operation": ("_adaptive_avg_pool2d", "_sample_dirichlet", "_standard_gamma", "_unsafe_view"),
+}
 
 
 def overload_of(op: torch.library.CustomOpDef) -> Any:
@@ -73,9 +177,19 @@ def overload_of(op: torch.library.CustomOpDef) -> Any:
     return op._opoverload
 
 
+def arguments_of(operation: Any) -> Sequence[Any]:
+    """The arguments in the schema of an `OpOverload`; seen in 2.10 to 2.13."""
+    return operation._schema.arguments
+
+
 def has_saved_tensor_hooks() -> bool:
     """Whether saved-tensor hooks are set, as a checkpoint does; seen in 2.10 to 2.13."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def has_gradient_hooks(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether `backward` would call a hook on the way into a parameter's `grad`; seen in 2.10 to 2.13."""
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
 
 
 def set_mkldnn_enabled(enabled: bool) -> bool:
@@ -86,3 +200,90 @@ def set_mkldnn_enabled(enabled: bool) -> bool:
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(enabled)
     return before
+
+
+def kernel_switches() -> tuple[Hashable, ...]:
+    """What `torch.backends` and `torch.use_deterministic_algorithms` have set; seen in 2.10 to 2.13.
+
+    Read from C++ at once: a captured step asks at every call, and the public properties take several times as long.
+    """
+    c = torch._C
+    return (
+        c._get_fp32_precision_getter("generic", "all"),
+        c._get_fp32_precision_getter("cuda", "matmul"),
+        c._get_fp32_precision_getter("cuda", "conv"),
+        c._get_fp32_precision_getter("cuda", "rnn"),
+        c._get_fp32_precision_getter("mkldnn", "matmul"),
+        c._get_fp32_precision_getter("mkldnn", "conv"),
+        c._get_cublas_allow_fp16_reduced_precision_reduction(),
+        c._get_cublas_allow_bf16_reduced_precision_reduction(),
+        c._get_cudnn_enabled(),
+        c._get_cudnn_benchmark(),
+        c._get_cudnn_deterministic(),
+        c._get_mkldnn_enabled(),
+        c._get_deterministic_algorithms(),
+        c._get_deterministic_algorithms_warn_only(),
+        c._get_deterministic_fill_uninitialized_memory(),
+        c._get_flash_sdp_enabled(),
+        c._get_mem_efficient_sdp_enabled(),
+        c._get_math_sdp_enabled(),
+        c._get_cudnn_sdp_enabled(),
+    )
+
+
+def trace_switches() -> tuple[bool, bool, Any]:
+    """What `set_trace_switches` sets; seen in 2.10 to 2.13."""
+    return torch.compiler._is_compiling_flag, Distribution._validate_args, torch._check_tensor_all_with
+
+
+def set_trace_switches(compiling: bool, validate: bool, check: Any) -> None:
+    """What `torch.compiler.is_compiling` returns, whether distributions validate, what `_check_tensor_all` runs."""
+    torch.compiler._is_compiling_flag = compiling
+    Distribution._validate_args = validate
+    torch._check_tensor_all_with = check
+
+
+def is_dynamo_imported() -> bool:
+    """Whether something may have been compiled by `torch.compile`; seen in 2.10 to 2.13."""
+    return "torch._dynamo" in sys.modules
+
+
+def compile_by_inductor(
+    graph: GraphModule, inputs: Sequence[Tensor], rewrite: Callable[[Graph], None], key: str, combine: bool
+) -> Any:
+    """The graph compiled by Inductor, which is imported only here: that takes seconds; seen in 2.10 to 2.13.
+
+    rewrite: called on the decomposed graph, before Inductor's own passes of that stage. key: stands for it in
+    Inductor's cache on disk. combine: small kernels that do not depend on each other become one.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Rewrite(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            rewrite(graph)
+
+        def uuid(self) -> str:
+            return key
+
+    with config.patch(post_grad_custom_pre_pass=Rewrite(), combo_kernels=combine):
+        return compile_fx(graph, inputs)
+
+
+def keep_for_inductor(operations: set[Any]) -> None:
+    """Tells Inductor that it calls these operations as they are, before it meets them; seen in 2.10 to 2.13.
+
+    By itself it finds out when it meets the first of a kind: too late to know that the tensors before it have to be in
+    memory, so that it computes them once more for each reader; and before torch 2.13 it then writes down everything
+    that the operands are made of, of which there is twice as much with every layer.
+    """
+    from torch._inductor.ir import TensorBox
+    from torch._inductor.lowering import constrain_to_fx_strides, lowerings, make_fallback
+
+    def in_memory(node: Node, *args: Any, **kwargs: Any) -> Any:
+        tree_map_only(TensorBox, lambda z: z.realize(), (args, kwargs))
+        return constrain_to_fx_strides(node, *args, **kwargs)
+
+    for operation in operations - lowerings.keys():
+        make_fallback(operation, layout_constraint=in_memory, warn=False)

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_map_only
 
 from . import passes
+from ._torch_compat import compile_by_inductor, keep_for_inductor, make_fx
 from .check import check
 from .errors import CaptureError, UncheckedWarning
 from .functional import functional
@@ -224,47 +223,18 @@ def _on_device_of(inputs: Sequence[Tensor]) -> contextlib.AbstractContextManager
 
 
 def _compiled(program: Program, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+    def share(graph: Graph) -> None:
+        passes.share_sums(graph)
+        passes.take_sums_early(graph)
 
-    class Share(CustomGraphPass):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            passes.share_sums(graph)
-            passes.take_sums_early(graph)
-
-        def uuid(self) -> str:
-            return "threepass.sums.2"  # the key of Inductor's cache on disk: another number for another pass
-
-    _introduce({n.target for n in program.graph.graph.nodes if passes.is_ours(n)})
+    key = "threepass.sums.2"  # in Inductor's cache on disk: another number for another `share`
+    keep_for_inductor({n.target for n in program.graph.graph.nodes if passes.is_ours(n)})
     # Combined: a step has dozens of small kernels that do not depend on each other, a microsecond or two each.
     combined = any(z.is_cuda for z in inputs)
-    with (
-        torch.no_grad(),
-        config.patch(post_grad_custom_pre_pass=Share(), combo_kernels=combined),
-        warnings.catch_warnings(),
-    ):
+    with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # the user's choice
-        run: Any = compile_fx(program.graph, [*program.state, *inputs])
+        run = compile_by_inductor(program.graph, [*program.state, *inputs], share, key, combined)
     return lambda values: run(*values)
-
-
-def _introduce(operations: set[Any]) -> None:
-    """Tells Inductor that it calls these operations as they are, before it meets them.
-
-    By itself it finds out when it meets the first of a kind: too late to know that the tensors before it have to be in
-    memory, so that it computes them once more for each reader; and before torch 2.13 it then writes down everything
-    that the operands are made of, of which there is twice as much with every layer.
-    """
-    from torch._inductor.ir import TensorBox
-    from torch._inductor.lowering import constrain_to_fx_strides, lowerings, make_fallback
-
-    def in_memory(node: Node, *args: Any, **kwargs: Any) -> Any:
-        tree_map_only(TensorBox, lambda z: z.realize(), (args, kwargs))
-        return constrain_to_fx_strides(node, *args, **kwargs)
-
-    for operation in operations - lowerings.keys():
-        make_fallback(operation, layout_constraint=in_memory, warn=False)
 
 
 class CudaGraph:

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, map_arg
-from torch.utils._pytree import tree_map
 
+from ._torch_compat import aten_log_softmax, aten_softmax, tree_map
 from .errors import CaptureError
 from .precision import HALF
 
@@ -229,7 +229,7 @@ class InDouble(Interpreter):
         return tree_map(_wide_if_tensor, node.target(*args, **kwargs))
 
 
-_HALF_TO_FLOAT = (_aten._softmax.default, _aten._log_softmax.default)  # their last argument is for half formats
+_HALF_TO_FLOAT = (aten_softmax.default, aten_log_softmax.default)  # their last argument is for half formats
 
 
 def _in_double(z: Any) -> Any:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
+from ._torch_compat import TreeSpec, foreach_add_, has_gradient_hooks, tree_flatten, tree_map, tree_unflatten
 from .capture import Captured, CudaGraph, Program, capture
 from .dependencies import PLAIN
 from .engine import Result, run
@@ -79,13 +79,13 @@ class Step:
 
     @torch.no_grad()
     def _add(self, grads: Sequence[Tensor]) -> None:
-        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters):
+        if has_gradient_hooks(self.parameters):
             with torch.enable_grad():
                 torch.autograd.backward(self.parameters, [g.clone() for g in grads])
             return
         sums = [(p.grad, g) for p, g in zip(self.parameters, grads, strict=True) if p.grad is not None]
         if sums:
-            torch._foreach_add_([s for s, _ in sums], [g for _, g in sums])
+            foreach_add_([s for s, _ in sums], [g for _, g in sums])
         taken: set[int] = set()
         for p, g in zip(self.parameters, grads, strict=True):
             if p.grad is None:

@@ -23,8 +23,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.guards import TensorGuards
-from torch.nn.modules import module as torch_module
+
+from ._torch_compat import (
+    GLOBAL_HOOKS,
+    MODULE_HOOK_FLAGS,
+    MODULE_HOOKS,
+    MODULE_MEMBERS,
+    MODULE_OTHERS,
+    TensorGuards,
+    kernel_switches,
+    number_of_function_modes,
+)
 
 PLAIN = (
     type(None), bool, int, float, complex, str, bytes, Enum, range,
@@ -33,18 +42,10 @@ PLAIN = (
 _LARGEST = 10_000  # elements of a container; a larger one (a data set) is compared by identity and length alone
 _DEEPEST = 2  # objects within objects
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_MEMBERS = ("_parameters", "_buffers", "_modules")
-_OTHER_HOOKS = (  # of checkpoints, or flags of the hooks above
-    "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
-    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-    "_non_persistent_buffers_set", "_is_full_backward_hook",
-)  # fmt: skip
 _METADATA = frozenset(
     ("in_channels", "out_channels", "in_features", "out_features")
 )  # that PyTorch's layers only print
-_WALKED = frozenset((*_HOOKS, *_MEMBERS, *_OTHER_HOOKS))
-_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(getattr(torch_module, f"_global{name}") for name in _HOOKS)
+_WALKED = frozenset((*MODULE_HOOKS, *MODULE_MEMBERS, *MODULE_HOOK_FLAGS, *MODULE_OTHERS))
 
 _contents = attrgetter("cell_contents")
 _defaults = attrgetter("__defaults__", "__kwdefaults__")
@@ -110,7 +111,7 @@ class Dependencies:
         self.flags = flags()
         for root, value in roots.items():
             self._add(root, value)
-        for name, hooks in zip(_HOOKS, _GLOBAL_HOOKS, strict=True):
+        for name, hooks in zip(MODULE_HOOKS, GLOBAL_HOOKS, strict=True):
             self._hooks(f"torch.nn.modules.module._global{name}", hooks)
         self._remember()
 
@@ -245,14 +246,14 @@ class Dependencies:
         if type(module).__module__.startswith("torch.nn."):
             left_out |= _METADATA
         self._attributes(path, fields, [n for n in fields if n not in left_out], names, 0, module, whole=True)
-        for kind in _MEMBERS:
+        for kind in MODULE_MEMBERS:
             members = fields[kind]
             self._entries(members)
             for name, member in members.items():
                 self._add(f"{path}.{name}", member)
-        for kind in _HOOKS:
+        for kind in MODULE_HOOKS:
             self._hooks(f"{path}.{kind.strip('_')}", fields[kind])
-        flagged = [fields[kind].keys() for kind in _OTHER_HOOKS[:3] if fields[kind]]
+        flagged = [fields[kind].keys() for kind in MODULE_HOOK_FLAGS if fields[kind]]
         if flagged:
             self.items[f"{path}.hooks"] = tuple(map(tuple, flagged))
 
@@ -391,7 +392,6 @@ _CODE = (types.FunctionType, staticmethod, classmethod, property)
 
 def flags() -> tuple[Hashable, ...]:
     """The switches of PyTorch that change what a step computes, or by which kernels."""
-    c = torch._C
     return (
         torch.is_autocast_enabled("cuda"),
         torch.is_autocast_enabled("cpu"),
@@ -400,26 +400,8 @@ def flags() -> tuple[Hashable, ...]:
         torch.is_autocast_cache_enabled(),
         torch.get_default_dtype(),
         torch.is_inference_mode_enabled(),
-        c._get_fp32_precision_getter("generic", "all"),
-        c._get_fp32_precision_getter("cuda", "matmul"),
-        c._get_fp32_precision_getter("cuda", "conv"),
-        c._get_fp32_precision_getter("cuda", "rnn"),
-        c._get_fp32_precision_getter("mkldnn", "matmul"),
-        c._get_fp32_precision_getter("mkldnn", "conv"),
-        c._get_cublas_allow_fp16_reduced_precision_reduction(),
-        c._get_cublas_allow_bf16_reduced_precision_reduction(),
-        c._get_cudnn_enabled(),
-        c._get_cudnn_benchmark(),
-        c._get_cudnn_deterministic(),
-        c._get_mkldnn_enabled(),
-        c._get_deterministic_algorithms(),
-        c._get_deterministic_algorithms_warn_only(),
-        c._get_deterministic_fill_uninitialized_memory(),
-        c._get_flash_sdp_enabled(),
-        c._get_mem_efficient_sdp_enabled(),
-        c._get_math_sdp_enabled(),
-        c._get_cudnn_sdp_enabled(),
-        c._len_torch_function_stack() and str(torch.get_default_device()),
+        *kernel_switches(),
+        number_of_function_modes() and str(torch.get_default_device()),
     )
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from . import exact as exact_mode
+from ._torch_compat import tree_leaves, tree_map
 from .errors import LeftOutWarning, UnsupportedError
 from .gradients import Gradients
 from .operation import Operation

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 
+from ._torch_compat import batch_norm_legit, make_fx
 from .rewrites import reshape_instead_of_view
 
 _aten = torch.ops.aten
@@ -40,10 +40,10 @@ def declare_statistics(graph: Graph) -> None:
         if node.target in (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default) and node.args[5]:
             x, weight, bias, mean, var, training, momentum, eps = node.args[:8]
             if mean is None:
-                node.target = _aten._native_batch_norm_legit.no_stats
+                node.target = batch_norm_legit.no_stats
                 node.args = (x, weight, bias, training, momentum, eps)
             else:
-                node.target = _aten._native_batch_norm_legit.default
+                node.target = batch_norm_legit.default
         elif node.target is _aten.cudnn_batch_norm_backward.default:
             x, d, weight, mean, var, save_mean, save_rstd, eps, _ = node.args
             node.target = _aten.native_batch_norm_backward.default

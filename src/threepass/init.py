@@ -23,13 +23,14 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
+
+from ._torch_compat import ConvNd
 
 SCHEMES = ("xavier", "kaiming", "geometric", "balanced")
 READINGS = ("xavier-relu", "kaiming-out")
 GAINS = {"relu": 2.0, "linear": 1.0, "tanh": 1.0, "sigmoid": 1.0}  # sigmoid as if its slope at 0 were 1
-LAYERS = (nn.Linear, _ConvNd)  # convolutions and transposed ones, in 1 to 3 dimensions
+LAYERS = (nn.Linear, ConvNd)  # convolutions and transposed ones, in 1 to 3 dimensions
 NO_ROOT = "no real root: geometric"
 
 Fans = tuple[int, int]  # n, n'
@@ -120,7 +121,7 @@ def fans(layer: nn.Module) -> Fans:
     """
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
-    if not isinstance(layer, _ConvNd):
+    if not isinstance(layer, ConvNd):
         raise TypeError(f"a linear or convolution layer has fans, {type(layer).__name__} has not")
     window = math.prod(layer.kernel_size)
     return layer.in_channels // layer.groups * window, layer.out_channels // layer.groups * window

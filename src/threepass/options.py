@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
+from ._torch_compat import tree_leaves
 from .ranks import check_parallel
 
 

@@ -37,11 +37,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
-from torch.utils._pytree import tree_map
 
+from ._torch_compat import (
+    FakeTensorMode,
+    arguments_of,
+    batch_norm_functional,
+    batch_norm_legit,
+    to_copy,
+    tree_map,
+)
 from .kernels.pointwise import can_gate, rectified
 from .precision import HALF, accumulate_dtype, mix_of, round_of
 
@@ -135,7 +141,7 @@ def take_products_early(graph: Graph) -> None:
 
 def is_elementwise(node: Node) -> bool:
     """Whether the compiler would make a node's value where it is read."""
-    known = node.target is _aten._to_copy.default or getattr(node.target, "is_view", False)
+    known = node.target is to_copy.default or getattr(node.target, "is_view", False)
     return known or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
@@ -148,7 +154,7 @@ def is_random(node: Any) -> bool:
     """Whether a node draws random numbers; attention does so only with a dropout of more than zero."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    arguments = node.target._schema.arguments
+    arguments = arguments_of(node.target)
     given = dict(zip((argument.name for argument in arguments), node.args, strict=False)) | node.kwargs
     drops = [given.get(argument.name, argument.default_value) for argument in arguments if "dropout" in argument.name]
     return not drops or any(drops)
@@ -209,7 +215,7 @@ def thin_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 # Batch norms in training mode, as `functional` leaves them.
-_BATCH_NORMS = {_aten._native_batch_norm_legit_functional.default, _aten._native_batch_norm_legit.no_stats}
+_BATCH_NORMS = {batch_norm_functional.default, batch_norm_legit.no_stats}
 
 
 def rectify_again(graph: Graph) -> None:

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from ._torch_compat import OpOverload, arguments_of, unsafe_index_put, unsafe_view
+
 _aten = torch.ops.aten
 
-_VIEWS = {_aten.view.default, _aten._unsafe_view.default}
+_VIEWS = {_aten.view.default, unsafe_view.default}
 _SCATTERS = {
     _aten.index_add.default, _aten.index_copy.default, _aten.index_fill.int_Scalar, _aten.index_fill.int_Tensor,
-    _aten.index_put.default, _aten.index_reduce.default, _aten._unsafe_index_put.default, _aten.put.default,
+    _aten.index_put.default, _aten.index_reduce.default, unsafe_index_put.default, _aten.put.default,
     _aten.scatter.src, _aten.scatter.value, _aten.scatter.reduce, _aten.scatter.value_reduce, _aten.scatter_add.default,
     _aten.scatter_reduce.two, _aten.masked_scatter.default, _aten.slice_scatter.default, _aten.select_scatter.default,
     _aten.diagonal_scatter.default, _aten.as_strided_scatter.default,
@@ -69,9 +71,9 @@ def _aliased(node: Node) -> Iterator[tuple[Node, bool]]:
     """The arguments whose storage a node's result shares or that it writes to, and whether it writes."""
     if node.target is operator.getitem:
         yield node.all_input_nodes[0], False
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return
-    for i, argument in enumerate(node.target._schema.arguments):
+    for i, argument in enumerate(arguments_of(node.target)):
         if argument.alias_info is None:
             continue
         value: Any = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from ._torch_compat import foreach_mul
+
 
 def scaled(grads: Sequence[Tensor], scaler: GradScaler | None) -> Sequence[Tensor]:
     """grads times the scale, which is not read on the host."""
@@ -18,5 +20,5 @@ def scaled(grads: Sequence[Tensor], scaler: GradScaler | None) -> Sequence[Tenso
         return grads
     scales = {device: scaler.scale(torch.ones((), device=device)) for device in {g.device for g in grads}}
     if len(scales) == 1 and not any(g.is_sparse for g in grads):
-        return torch._foreach_mul(list(grads), scales[grads[0].device])
+        return foreach_mul(list(grads), scales[grads[0].device])
     return [g * scales[g.device] for g in grads]

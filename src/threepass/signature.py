@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten
 
+from ._torch_compat import TreeSpec, tree_flatten
 from .dependencies import PLAIN, Attribute, Dependencies, TensorItem, in_words
 from .errors import CaptureError
 

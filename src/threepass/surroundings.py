@@ -2,14 +2,13 @@
 
 import contextlib
 import itertools
-import sys
 import weakref
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from ._torch_compat import DisableTorchFunction, no_dispatch_modes, tree_map
+from ._torch_compat import DisableTorchFunction, is_dynamo_imported, no_dispatch_modes, tree_map
 from .errors import NormalizationWarning, warn_caller
 from .operation import Operation
 from .replay import random_state, set_random_state
@@ -25,7 +24,7 @@ def trainable_surroundings() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        if "torch._dynamo" in sys.modules:
+        if is_dynamo_imported():
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 

@@ -15,12 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from ._torch_compat import (
+    TorchDispatchMode,
+    local_scalar_dense,
+    nested_from_mask,
+    set_trace_switches,
+    trace_switches,
+    tree_leaves,
+    unsafe_index,
+)
 from .errors import CaptureError
 from .rules.table import name_of
 
@@ -29,8 +35,8 @@ _SHAPE = "use torch.where, masked_fill or a product with the mask instead of ind
 _ELSE = "or compute it outside the model and pass it in x, or skip it if torch.compiler.is_compiling()"
 
 _aten = torch.ops.aten
-_VALUES = {_aten.is_nonzero.default, _aten._nested_tensor_from_mask_left_aligned.default}  # and those with a tag
-_BY_INDEX = {_aten.index.Tensor, _aten._unsafe_index.Tensor}  # of a shape that is known unless an index is a mask
+_VALUES = {_aten.is_nonzero.default, nested_from_mask.default}  # and those with a tag
+_BY_INDEX = {_aten.index.Tensor, unsafe_index.Tensor}  # of a shape that is known unless an index is a mask
 _TO_PYTHON = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 _FROM_PYTHON = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
 
@@ -54,21 +60,15 @@ def told_it_is_compiled() -> Iterator[None]:
     with _lock:
         _traces += 1
         if _traces == 1:
-            _original = (torch.compiler._is_compiling_flag, Distribution._validate_args, torch._check_tensor_all_with)
-            _tell(True, False, lambda error_type, cond, message=None: None)
+            _original = trace_switches()
+            set_trace_switches(True, False, lambda error_type, cond, message=None: None)
     try:
         yield
     finally:
         with _lock:
             _traces -= 1
             if _traces == 0:
-                _tell(*_original)
-
-
-def _tell(compiling: bool, validate: bool, check: Any) -> None:
-    torch.compiler._is_compiling_flag = compiling
-    Distribution._validate_args = validate
-    torch._check_tensor_all_with = check
+                set_trace_switches(*_original)
 
 
 class _Functions(TorchFunctionMode):
@@ -93,7 +93,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in _VALUES or torch.Tag.data_dependent_output in func.tags:
-            raise _read("item, bool, int or float" if func is _aten._local_scalar_dense.default else name_of(func))
+            raise _read("item, bool, int or float" if func is local_scalar_dense.default else name_of(func))
         if torch.Tag.dynamic_output_shape in func.tags and _has_unknown_shape(func, args, kwargs):
             raise CaptureError(
                 f"the shape of a result depends on the contents of a tensor ({name_of(func)}), which may be different "

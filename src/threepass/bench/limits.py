@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from .._torch_compat import TorchDispatchMode, cpu_attention, cpu_attention_backward, tree_leaves
 
 NORMS = ("batch_norm", "layer_norm", "group_norm", "rms_norm")
 # Operations that keep a net piecewise linear; one that is not known counts as curved.
@@ -52,8 +52,8 @@ def _attention_backward(d: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, 
 
 
 COUNTS = flop_registry | {  # PyTorch's counts, and the one fused attention that they leave out
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    cpu_attention: _attention,
+    cpu_attention_backward: _attention_backward,
 }
 
 

@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .._torch_compat import foreach_norm
 from ..engine import three_pass
 
 ALPHA, RHO, H, JACOBIAN = 0.1, 0.05, 0.01, 0.01
@@ -46,7 +47,7 @@ def alpha_1(model: nn.Module, x: Tensor, y: Tensor, v: Tensor) -> Sequence[Tenso
 def sam(model: nn.Module, x: Tensor, y: Tensor, v: Tensor) -> Sequence[Tensor]:
     """The gradient at w + rho g / |g|: forward and backward twice (Foret et al. 2020)."""
     g = plain(model, x, y, v)
-    up = RHO / torch.stack(torch._foreach_norm(list(g))).norm()
+    up = RHO / torch.stack(foreach_norm(list(g))).norm()
     moved = {
         name: (p + up * e).detach().requires_grad_() for (name, p), e in zip(weights(model).items(), g, strict=True)
     }

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
+from .._torch_compat import make_fx, to_copy
 from ..passes import ACTIVATIONS, call, put
 from . import activation, half_gelu
 from .match import column_sums, is_made_where_read, match, source, value_of, widen
 
 _aten = torch.ops.aten
-_add, _mul, _mm, _copy = _aten.add.Tensor, _aten.mul.Tensor, _aten.mm.default, _aten._to_copy.default
+_add, _mul, _mm, _copy = _aten.add.Tensor, _aten.mul.Tensor, _aten.mm.default, to_copy.default
 _FORWARD = {backward: forward for forward, backward in ACTIVATIONS.items()}
 _IN_HALF = {_aten.gelu.default: half_gelu.gelu, _aten.gelu_backward.default: half_gelu.gelu_backward}
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
+from .._torch_compat import OpOverload
 from ..passes import call
 from .match import value_of
 
@@ -46,7 +47,7 @@ def _bend_of(stack: Any) -> Any:
 
 def _is_bend(node: Any) -> bool:
     """By its name: there is no such operation without Triton."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.name() == "threepass::attention_bend"
+    return isinstance(node.target, OpOverload) and node.target.name() == "threepass::attention_bend"
 
 
 def _seen(z: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from .._torch_compat import to_copy
 from ..passes import call, is_elementwise, put
 from ..precision import accumulate_dtype
 from ..rules.norm import TINY
@@ -24,7 +25,7 @@ from .match import match, may_be_wide, source, value_of
 from .pointwise import rectified
 
 _aten, _ours = torch.ops.aten, torch.ops.threepass
-_sum, _mul, _copy, _view = _aten.sum.dim_IntList, _aten.mul.Tensor, _aten._to_copy.default, _aten.view.default
+_sum, _mul, _copy, _view = _aten.sum.dim_IntList, _aten.mul.Tensor, to_copy.default, _aten.view.default
 
 _STATISTICS = (_aten.var_mean.correction, "a", moments.DIMS)
 _RSTD = (_aten.rsqrt.default, (_aten.add.Tensor, (operator.getitem, _STATISTICS, 0), "eps"))

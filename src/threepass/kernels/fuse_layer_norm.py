@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from .._torch_compat import to_copy
 from ..passes import call
 from . import layer_norm
 from .match import column_sums, is_made_where_read, match, source, value_of, widen
@@ -24,7 +25,7 @@ from .match import column_sums, is_made_where_read, match, source, value_of, wid
 _aten = torch.ops.aten
 _add, _mul, _sub, _neg = _aten.add.Tensor, _aten.mul.Tensor, _aten.sub.Tensor, _aten.neg.default
 _sum, _view = _aten.sum.dim_IntList, _aten.view.default
-_copy, _mix, _clone = _aten._to_copy.default, torch.ops.threepass.mix.default, _aten.clone.default
+_copy, _mix, _clone = to_copy.default, torch.ops.threepass.mix.default, _aten.clone.default
 
 _STATISTICS = (_aten.var_mean.correction, "a", ["last"])
 _RSTD = (_aten.rsqrt.default, (_add, (operator.getitem, _STATISTICS, 0), "eps"))

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from .._torch_compat import to_copy, unsafe_view
 from ..passes import call
 
 _aten = torch.ops.aten
-_copy = _aten._to_copy.default
+_copy = to_copy.default
 
 
 def match(pattern: Any, value: Any, found: dict[str, Any], inner: dict[Any, Any]) -> bool:
@@ -70,7 +71,7 @@ def column_sums(z: Any) -> list[Any]:
 
 def is_made_where_read(z: Any) -> bool:
     """Whether the compiler would make z inside what alone reads it."""
-    while len(z.users) == 1 and (getattr(z.target, "is_view", False) or z.target is _aten._unsafe_view.default):
+    while len(z.users) == 1 and (getattr(z.target, "is_view", False) or z.target is unsafe_view.default):
         z = z.args[0]
     return len(z.users) == 1 and torch.Tag.pointwise in getattr(z.target, "tags", ())
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch_compat import has_gradient_hooks
 from ..compiled import capturable, laid_out
 from ..errors import CaptureError
 from ..surroundings import unchanged_on_error
@@ -99,7 +100,7 @@ class CapturedSteps(Steps):
 
     def _kind(self, position: int) -> Kind:
         options = self.schedule.options(position)
-        hooks = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.model.parameters())
+        hooks = has_gradient_hooks(self.model.parameters())
         return Kind(options.back > 0, self.schedule.third(position) and options.third > 0, hooks)
 
     def _rows(self, position: int) -> int:
