@@ -40,7 +40,7 @@ class Problem:
         torch.manual_seed(seed)
         model, x = make(), torch.randn(SAMPLES, *shape)
         dtype = {"float64": torch.float64, "bf16": torch.bfloat16}.get(precision, torch.float32)
-        self.model, x = model.to(device, dtype), x.to(device, dtype)
+        self.model, x = model.to(device, dtype), x.to(device, dtype)  # "tf32" is a switch of PyTorch's
         self.names = [name for name, _ in self.model.named_parameters()]
         self.options = Options(mode=mode, **options)
         self.autocast = torch.autocast(device, torch.bfloat16, enabled=precision == "bf16 autocast")
@@ -115,6 +115,20 @@ def test_sabotaged_programs_are_refused(name, precision, mode, monkeypatch):
     monkeypatch.setattr("threepass.capture._compiled", sabotaged)
     with pytest.raises(CaptureError, match=r"is wrong in|is not finite"):
         problem.capture()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["tf32", "bf16 autocast"])
+@pytest.mark.parametrize("name", SABOTAGES)
+def test_sabotaged_programs_are_refused_on_a_gpu(name, precision, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    problem = Problem(precision, device="cuda")
+    monkeypatch.setattr(
+        "threepass.capture._compiled", lambda program, inputs: lambda values: SABOTAGES[name](program, values, problem)
+    )
+    with pytest.raises(CaptureError, match=r"is wrong in|is not finite"):
+        problem.capture(graph=False)
 
 
 NETS = {

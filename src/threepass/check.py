@@ -36,12 +36,12 @@ from .precision import HALF
 
 TIMES = 5  # a compiled error of more than so many times the eager one is refused
 AMPLIFIED = 10  # by so much the third term is larger than the first one while it is compared
-_SMALL = 0.01  # a term of less than this part of the other term is measured against the other
-_ZERO = 1e-3  # entries of less than this part of the median output's are measured against those: they may be zero but
-# for rounding, as the gradient of a bias before a batch norm is
+_SMALL = 0.01  # a third term of less than this part of the first one is measured against the first
+# Entries of less than this part of those of the median output are measured against them: they may be zero but for
+# rounding, as the gradient of a bias before a batch norm is.
+_ZERO = 1e-3
 _HOPELESS = 0.5  # an eager error of this size: the output has no digits in this precision that could be compared
-
-_DOUBLE = 1e-10
+_DOUBLE = 1e-10  # in float64: far more than rounding, far less than a fault
 
 _aten, _ours = torch.ops.aten, torch.ops.threepass
 Run = Callable[[list[Tensor]], Sequence[Tensor]]  # takes a graph's inputs, may write to the list and to its tensors

@@ -125,6 +125,11 @@ class CompiledSteps:
         return sum(step.captured.compile_seconds for step in self.programs)
 
     @property
+    def check_seconds(self) -> float:
+        """What the checks of all programs took."""
+        return sum(step.check_seconds for step in self.programs)
+
+    @property
     def graph_bytes(self) -> int | None:
         """The memory of all CUDA graphs; None where there are none."""
         each = [step.graph_bytes for step in self.programs]

@@ -204,8 +204,11 @@ class Trainer:
         """What recording cost, in the epochs in which something was recorded."""
         if self.recorder is None or not self.recorder.seconds:
             return {}
-        cost = {"compile_seconds": self.recorder.seconds, "graph_bytes": self.recorder.bytes}
-        self.recorder.seconds = 0.0
+        recorder = self.recorder
+        cost = {
+            "compile_seconds": recorder.seconds, "check_seconds": recorder.check_seconds, "graph_bytes": recorder.bytes,
+        }  # fmt: skip
+        recorder.seconds = recorder.check_seconds = 0.0
         return {name: value for name, value in cost.items() if value is not None}
 
     def _probe(self) -> dict[str, float]:

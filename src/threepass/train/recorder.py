@@ -40,6 +40,7 @@ class Recorder:
         self.device = device
         self.programs: Programs[Recording] = Programs(Signature(model, loss_fn), required)
         self.seconds = 0.0  # spent on recording
+        self.check_seconds = 0.0  # of them, on the check of what was compiled
         self._newest: CudaGraph | None = None  # keeps the graphs' memory pool alive when others make room
 
     @property
@@ -78,6 +79,7 @@ class Recorder:
         began = time.perf_counter()
         try:
             captured = capture(program, [counter], graph=False, restore=restored, weights=weights, compiled=compiled)
+            self.check_seconds += captured.check_seconds
             self.programs.signature.settle(captured.program.state)
 
             def step() -> Any:
