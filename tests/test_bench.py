@@ -6,6 +6,7 @@ more work, move more or keep more fails here; where it does less, the bounds are
 """
 
 import functools
+import operator
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from threepass.options import Options
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
 
 aten = torch.ops.aten
+# Its last results, the new statistics, are copied to buffers at the very end of a graph: each result has its own life.
+BATCH_NORM = aten._native_batch_norm_legit_functional.default
 PRODUCTS = {aten.convolution, aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 NETS = {
     "plain20": {"width": 4},
@@ -49,9 +52,10 @@ class Graph(Interpreter):
         result = super().run_node(node)
         places = {place(z): n for n in node.all_input_nodes for z in tensors(self.env[n])}
         shared = [places[place(z)] for z in tensors(result) if place(z) in places]
-        self.owner[node] = self.owner[shared[0]] if shared else node
+        is_part = node.target is operator.getitem and node.args[0].target is BATCH_NORM
+        self.owner[node] = self.owner[shared[0]] if shared and not is_part else node
         fused = node.target is rectified and not any(is_product(user) for user in node.users)
-        self.size[node] = 0 if fused else sum(map(nbytes, tensors(result)))
+        self.size[node] = 0 if fused or node.target is BATCH_NORM else sum(map(nbytes, tensors(result)))
         packet = getattr(node.target, "overloadpacket", None)
         if packet in PRODUCTS:
             self.products += 1
@@ -148,7 +152,7 @@ def test_bytes_in_and_out_of_products(net, paper, exact):
 
 @pytest.mark.parametrize(
     ("net", "paper", "exact"),
-    [("plain20", 1.0, 1.83), ("resnet8", 0.99, 1.37), ("vit", 1.52, 2.19), ("mlp", 1.18, 2.86)],
+    [("plain20", 1.0, 1.83), ("resnet8", 1.23, 1.71), ("vit", 1.52, 2.19), ("mlp", 1.18, 2.86)],
 )
 def test_bytes_alive_at_once(net, paper, exact):
     """plain-20's third pass needs no more memory than plain training: it carries the mix, and gates are marks in d."""
