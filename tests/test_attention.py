@@ -243,8 +243,9 @@ def test_kernels_on_views_of_one_tensor(kernels, tokens, causal):
 
 
 @KERNELS
-def test_kernels_in_half(kernels):
-    *given, d, r = kernel_signals(40, 37, 16, 16, (0, 1, 2, 3), torch.float16)
+@pytest.mark.parametrize("widths", [(16, 16), (40, 24), (8, 24)], ids=str)
+def test_kernels_in_half(kernels, widths):
+    *given, d, r = kernel_signals(40, 37, *widths, (0, 1, 2, 3), torch.float16)
     scores, cut = Scores(0.3), kernels.Blocks(16, 16)
     got = kernels.launch_tangent(*given, 0.3, False, "tf32", True, cut)
     assert got.dtype == torch.float16

@@ -105,6 +105,7 @@ def test_programs_for_several_shapes_share_memory_on_a_gpu():
     assert [entry.label[-9:] for entry in step.compiled.programs.entries] == ["int64[16]", "int64[24]"]
 
 
+@pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("kind", ["linear", "conv", "norm"])
 def test_slope_of_the_third_pass_is_one_in_a_compiled_bf16_step_on_a_gpu(kind):
     if not torch.cuda.is_available():
@@ -114,6 +115,29 @@ def test_slope_of_the_third_pass_is_one_in_a_compiled_bf16_step_on_a_gpu(kind):
     slopes = bf16_slopes(kind, 0.5, 1e-2, compile_=True, device="cuda")
     assert abs(slopes.mean() - 1) <= 3 * slopes.std() / len(slopes) ** 0.5 + 0.02
     assert slopes.std() / len(slopes) ** 0.5 < 0.1
+
+
+@pytest.mark.parametrize("present", ["qr", "qk", "qv", "qkvr"])
+@pytest.mark.parametrize("size", [(197, 77, 40, 24), (50, 50, 40, 24), (50, 50, 64, 32)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_attention_whose_heads_have_two_widths_on_a_gpu(dtype, size, present):
+    """Widths whose blocks would be padded to different sizes, each by itself: see `kernels/attention.py`."""
+    if not torch.cuda.is_available():
+        pytest.skip("no accelerator here")
+    from threepass.kernels.attention import attention_bend, attention_tangent
+    from threepass.rules.attention import Scores, curved, tangent
+
+    torch.manual_seed(0)
+    queries, keys, n, w = size
+    shapes = {"q": (queries, n), "k": (keys, n), "v": (keys, w), "r": (queries, w)}
+    q, k, v, d = (torch.randn(2, 3, *shapes[z], device="cuda", dtype=dtype) for z in "qkvr")
+    *t, r = (torch.randn(2, rows, 3, width, device="cuda", dtype=dtype).transpose(1, 2) if z in present else None
+             for z, (rows, width) in shapes.items())  # fmt: skip
+    given, how, scores = [q, k, v, *t, d, r], (0.2, False, "tf32x3", True), Scores(0.2)
+    wide = [None if z is None else z.double() for z in given]
+    got = [attention_tangent(*given[:6], *how), *attention_bend(*given, *how)]
+    for g, e in zip(got, [tangent(*wide[:6], scores), *curved(*wide, scores)], strict=True):
+        assert (g - e).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * e.norm()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,13 @@ up in float32; softmax and row sums are in float32.
 
 A row's sums are taken on the fly, as in flash attention: with the largest score so far as the softmax's base, and with
 t_S and d_P less their means so far, so that nothing large cancels in the end.
+
+Blocks of all operands are padded to one width, PADDED: that of the wider of the two heads. With two widths the code for
+sm_90 can be wrong. An operand's address for a tensor core's product (wgmma) has the block's place in shared memory
+in its lower half, and its swizzle, which goes by the width, in its upper half. A block of k and a later one of v can
+have the same place; where their upper halves differ, ptxas 12.8.93, which comes with Triton 3.6 and 3.7, may compute
+one of the two from a register that was never written. Products then read whatever lies there, or outside of memory.
+`tests/test_kernels_attention_code.py` looks for such reads.
 """
 
 from dataclasses import dataclass
@@ -63,28 +70,28 @@ def _tangent_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, tq_b, tq_h, tq_t, tk_b, tk_h, tk_t, tv_b, tv_h, tv_t, o_b, o_h, o_t,
     heads, queries, keys, scale,
     HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, CAUSAL: tl.constexpr, ONE_BLOCK: tl.constexpr,
-    N: tl.constexpr, W: tl.constexpr, N_PADDED: tl.constexpr, W_PADDED: tl.constexpr,
+    N: tl.constexpr, W: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out = t_u of one block of queries."""
     b = (tl.program_id(0) // heads).to(tl.int64)
     h = (tl.program_id(0) % heads).to(tl.int64)
     rows = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    q_i = _load(q, b, h, q_b, q_h, q_t, rows, queries, N, N_PADDED)
+    q_i = _load(q, b, h, q_b, q_h, q_t, rows, queries, N, PADDED)
     tq_i = q_i
     if HAS_Q:
-        tq_i = _load(t_q, b, h, tq_b, tq_h, tq_t, rows, queries, N, N_PADDED)
+        tq_i = _load(t_q, b, h, tq_b, tq_h, tq_t, rows, queries, N, PADDED)
     peak = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
     rho = tl.zeros((BLOCK_Q,), tl.float32)  # mean of t_S so far
-    pv = tl.zeros((BLOCK_Q, W_PADDED), tl.float32)
-    acc = tl.zeros((BLOCK_Q, W_PADDED), tl.float32)
+    pv = tl.zeros((BLOCK_Q, PADDED), tl.float32)
+    acc = tl.zeros((BLOCK_Q, PADDED), tl.float32)
     end = keys
     if CAUSAL:
         end = tl.minimum(keys, (tl.program_id(1) + 1) * BLOCK_Q)
     for start in range(0, end, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)
-        k_j = _load(k, b, h, k_b, k_h, k_t, columns, keys, N, N_PADDED)
+        k_j = _load(k, b, h, k_b, k_h, k_t, columns, keys, N, PADDED)
         s = tl.dot(q_i, tl.trans(k_j), input_precision=PRECISION) * (scale * LOG2_E)
         s = tl.where(_visible(rows[:, None], columns[None, :], keys, CAUSAL), s, -float("inf"))
         higher = tl.maximum(peak, tl.max(s, 1))
@@ -97,9 +104,9 @@ def _tangent_kernel(
         if HAS_Q or HAS_K:
             tk_j = k_j
             if HAS_K:
-                tk_j = _load(t_k, b, h, tk_b, tk_h, tk_t, columns, keys, N, N_PADDED)
+                tk_j = _load(t_k, b, h, tk_b, tk_h, tk_t, columns, keys, N, PADDED)
             t_s = _tangent_of_product(q_i, k_j, tq_i, tk_j, HAS_Q, HAS_K, PRECISION) * scale
-            v_j = _load(v, b, h, v_b, v_h, v_t, columns, keys, W, W_PADDED)
+            v_j = _load(v, b, h, v_b, v_h, v_t, columns, keys, W, PADDED)
             mean = (rho * before + tl.sum(p * t_s, 1)) / total
             if not ONE_BLOCK:
                 pv *= shrink[:, None]
@@ -108,9 +115,9 @@ def _tangent_kernel(
             acc = tl.dot((p * (t_s - mean[:, None])).to(v_j.dtype), v_j, acc, input_precision=PRECISION)
             rho = mean
         if HAS_V:
-            tv_j = _load(t_v, b, h, tv_b, tv_h, tv_t, columns, keys, W, W_PADDED)
+            tv_j = _load(t_v, b, h, tv_b, tv_h, tv_t, columns, keys, W, PADDED)
             acc = tl.dot(p.to(tv_j.dtype), tv_j, acc, input_precision=PRECISION)
-    _store(out, b, h, o_b, o_h, o_t, rows, queries, acc / total[:, None], W, W_PADDED)
+    _store(out, b, h, o_b, o_h, o_t, rows, queries, acc / total[:, None], W, PADDED)
 
 
 @triton.jit
@@ -120,20 +127,20 @@ def _bend_tile_kernel(
     d_b, d_h, d_t, r_b, r_h, r_t, oq_b, oq_h, oq_t, ok_b, ok_h, ok_t, ov_b, ov_h, ov_t,
     heads, queries, keys, scale,
     HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, HAS_R: tl.constexpr, CAUSAL: tl.constexpr,
-    N: tl.constexpr, W: tl.constexpr, N_PADDED: tl.constexpr, W_PADDED: tl.constexpr,
+    N: tl.constexpr, W: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """R{d} of q, k and v, for a head whose queries and keys fit one block."""
     b = (tl.program_id(0) // heads).to(tl.int64)
     h = (tl.program_id(0) % heads).to(tl.int64)
     rows, columns = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
-    q_i = _load(q, b, h, q_b, q_h, q_t, rows, queries, N, N_PADDED)
-    k_j = _load(k, b, h, k_b, k_h, k_t, columns, keys, N, N_PADDED)
+    q_i = _load(q, b, h, q_b, q_h, q_t, rows, queries, N, PADDED)
+    k_j = _load(k, b, h, k_b, k_h, k_t, columns, keys, N, PADDED)
     tq_i, tk_j = q_i, k_j
     if HAS_Q:
-        tq_i = _load(t_q, b, h, tq_b, tq_h, tq_t, rows, queries, N, N_PADDED)
+        tq_i = _load(t_q, b, h, tq_b, tq_h, tq_t, rows, queries, N, PADDED)
     if HAS_K:
-        tk_j = _load(t_k, b, h, tk_b, tk_h, tk_t, columns, keys, N, N_PADDED)
+        tk_j = _load(t_k, b, h, tk_b, tk_h, tk_t, columns, keys, N, PADDED)
     s = tl.dot(q_i, tl.trans(k_j), input_precision=PRECISION) * (scale * LOG2_E)
     s = tl.where(_visible(rows[:, None], columns[None, :], keys, CAUSAL), s, -float("inf"))
     p = tl.exp2(s - tl.max(s, 1)[:, None])
@@ -141,37 +148,37 @@ def _bend_tile_kernel(
     t_p = _tangent_of_product(q_i, k_j, tq_i, tk_j, HAS_Q, HAS_K, PRECISION) * scale
     t_p = p * (t_p - tl.sum(p * t_p, 1)[:, None])
 
-    v_j = _load(v, b, h, v_b, v_h, v_t, columns, keys, W, W_PADDED)
-    d_i = _load(d, b, h, d_b, d_h, d_t, rows, queries, W, W_PADDED)
+    v_j = _load(v, b, h, v_b, v_h, v_t, columns, keys, W, PADDED)
+    d_i = _load(d, b, h, d_b, d_h, d_t, rows, queries, W, PADDED)
     tv_j, r_i = v_j, d_i
     if HAS_V:
-        tv_j = _load(t_v, b, h, tv_b, tv_h, tv_t, columns, keys, W, W_PADDED)
+        tv_j = _load(t_v, b, h, tv_b, tv_h, tv_t, columns, keys, W, PADDED)
     if HAS_R:
-        r_i = _load(r, b, h, r_b, r_h, r_t, rows, queries, W, W_PADDED)
+        r_i = _load(r, b, h, r_b, r_h, r_t, rows, queries, W, PADDED)
     d_p = tl.dot(d_i, tl.trans(v_j), input_precision=PRECISION)
     d_p -= tl.sum(p * d_p, 1)[:, None]
     r_p = _tangent_of_product(d_i, v_j, r_i, tv_j, HAS_R, HAS_V, PRECISION)
     r_v = tl.dot(tl.trans(t_p.to(d_i.dtype)), d_i, input_precision=PRECISION)
     if HAS_R:
         r_v = tl.dot(tl.trans(p.to(r_i.dtype)), r_i, r_v, input_precision=PRECISION)
-    _store(out_v, b, h, ov_b, ov_h, ov_t, columns, keys, r_v, W, W_PADDED)
+    _store(out_v, b, h, ov_b, ov_h, ov_t, columns, keys, r_v, W, PADDED)
 
     bent = t_p * d_p
     r_s = (bent + p * (r_p - tl.sum(bent + p * r_p, 1)[:, None])).to(k_j.dtype)
     d_s = (p * d_p).to(k_j.dtype)
     # q, k and their tangents once more: held until here, they would not leave room for another program on the chip.
-    k_j = _load(k, b, h, k_b, k_h, k_t, columns, keys, N, N_PADDED)
+    k_j = _load(k, b, h, k_b, k_h, k_t, columns, keys, N, PADDED)
     r_q = tl.dot(r_s, k_j, input_precision=PRECISION)
     if HAS_K:
-        tk_j = _load(t_k, b, h, tk_b, tk_h, tk_t, columns, keys, N, N_PADDED)
+        tk_j = _load(t_k, b, h, tk_b, tk_h, tk_t, columns, keys, N, PADDED)
         r_q = tl.dot(d_s, tk_j, r_q, input_precision=PRECISION)
-    _store(out_q, b, h, oq_b, oq_h, oq_t, rows, queries, r_q * scale, N, N_PADDED)
-    q_i = _load(q, b, h, q_b, q_h, q_t, rows, queries, N, N_PADDED)
+    _store(out_q, b, h, oq_b, oq_h, oq_t, rows, queries, r_q * scale, N, PADDED)
+    q_i = _load(q, b, h, q_b, q_h, q_t, rows, queries, N, PADDED)
     r_k = tl.dot(tl.trans(r_s), q_i, input_precision=PRECISION)
     if HAS_Q:
-        tq_i = _load(t_q, b, h, tq_b, tq_h, tq_t, rows, queries, N, N_PADDED)
+        tq_i = _load(t_q, b, h, tq_b, tq_h, tq_t, rows, queries, N, PADDED)
         r_k = tl.dot(tl.trans(d_s), tq_i, r_k, input_precision=PRECISION)
-    _store(out_k, b, h, ok_b, ok_h, ok_t, columns, keys, r_k * scale, N, N_PADDED)
+    _store(out_k, b, h, ok_b, ok_h, ok_t, columns, keys, r_k * scale, N, PADDED)
 
 
 @triton.jit
@@ -181,20 +188,20 @@ def _bend_rows_kernel(
     d_b, d_h, d_t, r_b, r_h, r_t, oq_b, oq_h, oq_t,
     heads, queries, keys, scale,
     HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, HAS_R: tl.constexpr, CAUSAL: tl.constexpr,
-    N: tl.constexpr, W: tl.constexpr, N_PADDED: tl.constexpr, W_PADDED: tl.constexpr,
+    N: tl.constexpr, W: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """R{d_q} of one block of queries; into sums, (4, heads, queries), log2 sum exp S, rho, D and R{D} of its rows."""
     b = (tl.program_id(0) // heads).to(tl.int64)
     h = (tl.program_id(0) % heads).to(tl.int64)
     rows = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    q_i = _load(q, b, h, q_b, q_h, q_t, rows, queries, N, N_PADDED)
-    d_i = _load(d, b, h, d_b, d_h, d_t, rows, queries, W, W_PADDED)
+    q_i = _load(q, b, h, q_b, q_h, q_t, rows, queries, N, PADDED)
+    d_i = _load(d, b, h, d_b, d_h, d_t, rows, queries, W, PADDED)
     tq_i, r_i = q_i, d_i
     if HAS_Q:
-        tq_i = _load(t_q, b, h, tq_b, tq_h, tq_t, rows, queries, N, N_PADDED)
+        tq_i = _load(t_q, b, h, tq_b, tq_h, tq_t, rows, queries, N, PADDED)
     if HAS_R:
-        r_i = _load(r, b, h, r_b, r_h, r_t, rows, queries, W, W_PADDED)
+        r_i = _load(r, b, h, r_b, r_h, r_t, rows, queries, W, PADDED)
     end = keys
     if CAUSAL:
         end = tl.minimum(keys, (tl.program_id(1) + 1) * BLOCK_Q)
@@ -207,13 +214,13 @@ def _bend_rows_kernel(
     bent = tl.zeros((BLOCK_Q,), tl.float32)  # sum of p (t_S - rho) (d_P - D)
     for start in range(0, end, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)
-        k_j = _load(k, b, h, k_b, k_h, k_t, columns, keys, N, N_PADDED)
-        v_j = _load(v, b, h, v_b, v_h, v_t, columns, keys, W, W_PADDED)
+        k_j = _load(k, b, h, k_b, k_h, k_t, columns, keys, N, PADDED)
+        v_j = _load(v, b, h, v_b, v_h, v_t, columns, keys, W, PADDED)
         tk_j, tv_j = k_j, v_j
         if HAS_K:
-            tk_j = _load(t_k, b, h, tk_b, tk_h, tk_t, columns, keys, N, N_PADDED)
+            tk_j = _load(t_k, b, h, tk_b, tk_h, tk_t, columns, keys, N, PADDED)
         if HAS_V:
-            tv_j = _load(t_v, b, h, tv_b, tv_h, tv_t, columns, keys, W, W_PADDED)
+            tv_j = _load(t_v, b, h, tv_b, tv_h, tv_t, columns, keys, W, PADDED)
         s = tl.dot(q_i, tl.trans(k_j), input_precision=PRECISION) * (scale * LOG2_E)
         s = tl.where(_visible(rows[:, None], columns[None, :], keys, CAUSAL), s, -float("inf"))
         higher = tl.maximum(peak, tl.max(s, 1))
@@ -241,16 +248,16 @@ def _bend_rows_kernel(
     tl.store(at + 2 * apart, mean_d, mask=rows < queries)
     tl.store(at + 3 * apart, mean_r, mask=rows < queries)
 
-    acc = tl.zeros((BLOCK_Q, N_PADDED), tl.float32)
+    acc = tl.zeros((BLOCK_Q, PADDED), tl.float32)
     for start in range(0, end, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)
-        k_j = _load(k, b, h, k_b, k_h, k_t, columns, keys, N, N_PADDED)
-        v_j = _load(v, b, h, v_b, v_h, v_t, columns, keys, W, W_PADDED)
+        k_j = _load(k, b, h, k_b, k_h, k_t, columns, keys, N, PADDED)
+        v_j = _load(v, b, h, v_b, v_h, v_t, columns, keys, W, PADDED)
         tk_j, tv_j = k_j, v_j
         if HAS_K:
-            tk_j = _load(t_k, b, h, tk_b, tk_h, tk_t, columns, keys, N, N_PADDED)
+            tk_j = _load(t_k, b, h, tk_b, tk_h, tk_t, columns, keys, N, PADDED)
         if HAS_V:
-            tv_j = _load(t_v, b, h, tv_b, tv_h, tv_t, columns, keys, W, W_PADDED)
+            tv_j = _load(t_v, b, h, tv_b, tv_h, tv_t, columns, keys, W, PADDED)
         s = tl.dot(q_i, tl.trans(k_j), input_precision=PRECISION) * (scale * LOG2_E)
         s = tl.where(_visible(rows[:, None], columns[None, :], keys, CAUSAL), s, -float("inf"))
         p = tl.exp2(s - lse[:, None])
@@ -260,7 +267,7 @@ def _bend_rows_kernel(
         acc = tl.dot((t_p * d_p + p * r_p).to(k_j.dtype), k_j, acc, input_precision=PRECISION)
         if HAS_K:
             acc = tl.dot((p * d_p).to(k_j.dtype), tk_j, acc, input_precision=PRECISION)
-    _store(out_q, b, h, oq_b, oq_h, oq_t, rows, queries, acc * scale, N, N_PADDED)
+    _store(out_q, b, h, oq_b, oq_h, oq_t, rows, queries, acc * scale, N, PADDED)
 
 
 @triton.jit
@@ -270,36 +277,36 @@ def _bend_columns_kernel(
     d_b, d_h, d_t, r_b, r_h, r_t, ok_b, ok_h, ok_t, ov_b, ov_h, ov_t,
     heads, queries, keys, scale,
     HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, HAS_R: tl.constexpr, CAUSAL: tl.constexpr,
-    N: tl.constexpr, W: tl.constexpr, N_PADDED: tl.constexpr, W_PADDED: tl.constexpr,
+    N: tl.constexpr, W: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """R{d_k} and R{d_v} of one block of keys; P and the rest are transposed here: (keys, queries)."""
     b = (tl.program_id(0) // heads).to(tl.int64)
     h = (tl.program_id(0) % heads).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    k_j = _load(k, b, h, k_b, k_h, k_t, columns, keys, N, N_PADDED)
-    v_j = _load(v, b, h, v_b, v_h, v_t, columns, keys, W, W_PADDED)
+    k_j = _load(k, b, h, k_b, k_h, k_t, columns, keys, N, PADDED)
+    v_j = _load(v, b, h, v_b, v_h, v_t, columns, keys, W, PADDED)
     tk_j, tv_j = k_j, v_j
     if HAS_K:
-        tk_j = _load(t_k, b, h, tk_b, tk_h, tk_t, columns, keys, N, N_PADDED)
+        tk_j = _load(t_k, b, h, tk_b, tk_h, tk_t, columns, keys, N, PADDED)
     if HAS_V:
-        tv_j = _load(t_v, b, h, tv_b, tv_h, tv_t, columns, keys, W, W_PADDED)
+        tv_j = _load(t_v, b, h, tv_b, tv_h, tv_t, columns, keys, W, PADDED)
     at = sums + tl.program_id(0).to(tl.int64) * queries
     apart = tl.num_programs(0).to(tl.int64) * queries
-    acc_k = tl.zeros((BLOCK_K, N_PADDED), tl.float32)
-    acc_v = tl.zeros((BLOCK_K, W_PADDED), tl.float32)
+    acc_k = tl.zeros((BLOCK_K, PADDED), tl.float32)
+    acc_v = tl.zeros((BLOCK_K, PADDED), tl.float32)
     first = 0
     if CAUSAL:
         first = (tl.program_id(1) * BLOCK_K // BLOCK_Q) * BLOCK_Q
     for start in range(first, queries, BLOCK_Q):
         rows = start + tl.arange(0, BLOCK_Q)
-        q_i = _load(q, b, h, q_b, q_h, q_t, rows, queries, N, N_PADDED)
-        d_i = _load(d, b, h, d_b, d_h, d_t, rows, queries, W, W_PADDED)
+        q_i = _load(q, b, h, q_b, q_h, q_t, rows, queries, N, PADDED)
+        d_i = _load(d, b, h, d_b, d_h, d_t, rows, queries, W, PADDED)
         tq_i, r_i = q_i, d_i
         if HAS_Q:
-            tq_i = _load(t_q, b, h, tq_b, tq_h, tq_t, rows, queries, N, N_PADDED)
+            tq_i = _load(t_q, b, h, tq_b, tq_h, tq_t, rows, queries, N, PADDED)
         if HAS_R:
-            r_i = _load(r, b, h, r_b, r_h, r_t, rows, queries, W, W_PADDED)
+            r_i = _load(r, b, h, r_b, r_h, r_t, rows, queries, W, PADDED)
         lse = tl.load(at + rows, mask=rows < queries, other=float("inf"))  # P = 0 behind the last query
         rho = tl.load(at + apart + rows, mask=rows < queries, other=0.0)
         mean_d = tl.load(at + 2 * apart + rows, mask=rows < queries, other=0.0)
@@ -316,8 +323,8 @@ def _bend_columns_kernel(
         acc_k = tl.dot((t_p * d_p + p * r_p).to(q_i.dtype), q_i, acc_k, input_precision=PRECISION)
         if HAS_Q:
             acc_k = tl.dot((p * d_p).to(q_i.dtype), tq_i, acc_k, input_precision=PRECISION)
-    _store(out_k, b, h, ok_b, ok_h, ok_t, columns, keys, acc_k * scale, N, N_PADDED)
-    _store(out_v, b, h, ov_b, ov_h, ov_t, columns, keys, acc_v, W, W_PADDED)
+    _store(out_k, b, h, ok_b, ok_h, ok_t, columns, keys, acc_k * scale, N, PADDED)
+    _store(out_v, b, h, ov_b, ov_h, ov_t, columns, keys, acc_v, W, PADDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,7 +453,7 @@ def launch_tangent(q, k, v, t_q, t_k, t_v, scale, causal, precision, by_token, b
     given = [q, k, v, *_or_else(t, (q, k, v)), out]
     _tangent_kernel[(batch * heads, triton.cdiv(queries, blocks.queries))](
         *given, *_strides(given), heads, queries, keys, scale, *(s is not None for s in t), causal, keys <= blocks.keys,
-        n, w, _padded(n), _padded(w), PRECISION=precision, **blocks.options(),
+        n, w, _padded(max(n, w)), PRECISION=precision, **blocks.options(),
     )  # fmt: skip
     return out
 
@@ -462,7 +469,7 @@ def launch_bend(
     *t, r = _or_else(rest, (q, k, v, d))
     given = [q, k, v, *t, d, r]
     out_q, out_k, out_v = out or (_empty(q, z.shape[-2], z.shape[-1], by_token) for z in (q, k, v))
-    common = (heads, queries, keys, scale, *(s is not None for s in rest), causal, n, w, _padded(n), _padded(w))
+    common = (heads, queries, keys, scale, *(s is not None for s in rest), causal, n, w, _padded(max(n, w)))
     if isinstance(blocks, Blocks):
         tensors = [*given, out_q, out_k, out_v]
         _bend_tile_kernel[(batch * heads,)](
