@@ -86,6 +86,7 @@ class Layer:
         self.u = self.signal(batch, o, *out).relu_()
         self.d = torch.where(self.u > 0, self.signal(batch, o, *out), -0.0).to(memory_format=torch.channels_last)
         self.ratio = torch.tensor(RATIO, device="cuda")
+        self.seed = torch.tensor(SEED, dtype=torch.int32, device="cuda")
 
     def signal(self, *shape: int) -> Tensor:
         return torch.randn(shape, device="cuda").to(self.dtype, memory_format=torch.channels_last)
@@ -96,7 +97,7 @@ class Layer:
         if op == "gate":
             return conv_triton.forward(self.a, self.w, self.b, self.stride, False, self.d, blocks=blocks)
         if op == "tangent":
-            return conv_triton.forward_tangent(self.t, self.w, self.stride, self.u, self.ratio, SEED, blocks)
+            return conv_triton.forward_tangent(self.t, self.w, self.stride, self.u, self.ratio, self.seed, blocks)
         if op == "input":
             return conv_triton.backward_input(self.d, self.w, self.stride, self.size, self.a, blocks)
         return conv_triton.backward_weight(self.d, self.a, self.stride, True, blocks)

@@ -40,23 +40,23 @@ def cases(dtype: torch.dtype) -> dict[str, tuple[Callable, Callable, list[Tensor
     """Name: operation, formula, signals, and the other arguments."""
     t, t_2, a, d = (draw(STREAM, dtype) for _ in range(4))
     w, b = torch.randn(2, STREAM, device="cuda").to(dtype)
-    ratio = torch.tensor(0.1, device="cuda")
+    ratio, seed = torch.tensor(0.1, device="cuda"), torch.tensor(5, dtype=torch.int32, device="cuda")
     r, h, e, s = (draw(HIDDEN, dtype) for _ in range(4))
 
     def plain_tangent(t, t_2, a, d):
-        t_u, _, g, t_sum = layer_norm._plain(t, t_2, a, d, w, b, ratio, 1e-5, dtype, 5, False, True)
-        return t_u, mix_of(F.layer_norm(a, [STREAM], w, b), t_u, ratio), g, t_sum
+        t_u, _, g, t_sum = layer_norm._plain(t, t_2, a, d, w, b, ratio, 1e-5, dtype, seed, False, True)
+        return t_u, mix_of(F.layer_norm(a, [STREAM], w, b), t_u, ratio, seed), g, t_sum
 
     def pushed(t, a, f, backward):
         t_u = backward(t, a)
-        return t_u, mix_of(f(a), t_u, ratio)
+        return t_u, mix_of(f(a), t_u, ratio, seed)
 
     def plain_bend(a, t, d, r):
         return layer_norm._plain_bend(a, t, d, r, None, w, 1e-5, dtype, True)
 
     return {
         "layer norm, pass 3": (
-            lambda *z: layer_norm.tangent(*z, w, b, ratio, 1e-5, dtype, 5), plain_tangent, [t, t_2, a, d], (t, t, t),
+            lambda *z: layer_norm.tangent(*z, w, b, ratio, 1e-5, dtype, seed), plain_tangent, [t, t_2, a, d], (t, t, t),
         ),
         "layer norm, exact mode's way back": (
             lambda *z: layer_norm.bend(*z, None, w, 1e-5, dtype, True), plain_bend, [a, t, d, t_2], (t,),

@@ -35,7 +35,9 @@ def signals(shape, dtype=torch.float64) -> dict[str, Tensor]:
 
 
 def call(z, dtype, seed=5, **changed):
-    return layer_norm.tangent(**{**z, "eps": 1e-5, "dtype": dtype, "seed": seed, **changed})
+    return layer_norm.tangent(
+        **{**z, "eps": 1e-5, "dtype": dtype, "seed": torch.tensor(seed, dtype=torch.int32), **changed}
+    )
 
 
 @pytest.mark.parametrize("shape", CASES, ids=str)
@@ -97,7 +99,8 @@ def test_random_rounding_is_unbiased():
 def test_operation_can_be_traced(dtype):
     z = signals(CASES[0], dtype)
     for changed in ({}, {"t_2": None, "d": None, "b": None}, {"mixes": False, "keeps": False}):
-        args = tuple({**z, "eps": 1e-5, "dtype": dtype, "seed": 3, "mixes": True, "keeps": True, **changed}.values())
+        seed = torch.tensor(3, dtype=torch.int32)
+        args = tuple({**z, "eps": 1e-5, "dtype": dtype, "seed": seed, "mixes": True, "keeps": True, **changed}.values())
         names = [*z, "eps", "dtype", "seed", "mixes", "keeps"]
         assert [a.name for a in OP._schema.arguments] == names
         torch.library.opcheck(OP, args)

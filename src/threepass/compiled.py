@@ -98,6 +98,29 @@ class _Place:
     place: int
 
 
+class Unavailable:
+    """Stands in `r.output` for an object that a captured program cannot make anew, such as a cache of keys and values.
+
+    Its tensors would be those of the capture. Whoever reads an attribute of it gets an error that says so.
+    """
+
+    def __init__(self, kind: str):
+        self._kind = kind
+
+    def __repr__(self) -> str:
+        return f"<a {self._kind}, not available from a captured step>"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the model returned a {self._kind} here; a captured step gives only tensors anew, in tuples, lists, dicts "
+            "and containers that PyTorch knows. Run this step with compile=False, or let the model return the tensors"
+        )
+
+
+def _constant(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, PLAIN) else Unavailable(type(leaf).__name__)
+
+
 class CompiledSteps:
     """The captured steps of one `ThreePass`."""
 
@@ -241,15 +264,9 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, options: Opt
         dicts = [z for z in (r.grads, r.backprop_grads, r.third_grads) if z is not None]
         found, result_spec = tree_flatten((r.output, r.loss, r.input_loss, r.input_grad))
         others = [leaf for leaf in found if isinstance(leaf, Tensor)]
-        for leaf in found:
-            if not isinstance(leaf, (Tensor, *PLAIN)):
-                raise CaptureError(
-                    f"the model returns a {type(leaf).__name__}, whose contents a captured program cannot give anew; "
-                    "return tensors, or tuples, lists and dicts of tensors"
-                )
         places = iter(range(len(others)))
         names[:], made[:] = r.grads, [len(dicts), result_spec]
-        leaves[:] = [_Place(next(places)) if isinstance(leaf, Tensor) else leaf for leaf in found]
+        leaves[:] = [_Place(next(places)) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in found]
         return [*grads, *(g[n] for g in dicts for n in names), *others]
 
     weights, seed = steps._weights_of(options), steps._seed_for(None, 0)

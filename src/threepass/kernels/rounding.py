@@ -12,9 +12,9 @@ def rounded_randomly(z: Tensor, position: Tensor, seed: Tensor, dtype: torch.dty
     The random bits are a hash of z's own bits, its position and the seed.
     """
     if dtype != torch.bfloat16:
-        return round_stochastically(z, dtype)
+        return round_stochastically(z, dtype, seed)
     bits = z.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    h = (bits * 0x9E3779B1 + position * 0x85EBCA6B + seed * 0xC2B2AE35) & 0xFFFFFFFF
+    h = (bits * 0x9E3779B1 + position * 0x85EBCA6B + seed.to(torch.int64) * 0xC2B2AE35) & 0xFFFFFFFF
     h = ((h ^ (h >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     h = ((h ^ (h >> 15)) * 0xD35A2D97) & 0xFFFFFFFF
     up = (h ^ (h >> 15)) >> 16
