@@ -141,8 +141,7 @@ NETS = {
 }
 
 
-@pytest.mark.parametrize("mode", ["paper", "exact"])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("precision", "mode"), [*((each, "paper") for each in PRECISIONS), ("bf16 autocast", "exact")])
 @pytest.mark.parametrize("name", NETS)
 def test_rewritten_graphs_pass_for_many_weights(name, precision, mode):
     """One graph, which refers to its parameters, at several draws of weights and data."""

@@ -16,8 +16,8 @@ import threepass
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning", "ignore::DeprecationWarning")
 
 MODES = ["paper", "exact"]
-LONG = {"resnet18", "resnet18_gelu", "t5", "unet_transposed"}
-EXACT = {"mlp", "vit", "lstm", "dlrm", "schnet", "bert_mask", "swin"}  # in exact mode the others are `slow`
+LONG = {"resnet18", "resnet18_gelu", "t5", "unet_transposed", "gru"}
+EXACT = {"mlp", "dlrm", "schnet", "bert_mask", "swin"}  # in exact mode the others are `slow`
 CASES = [
     pytest.param(name, mode, marks=pytest.mark.slow if name in LONG or (mode == "exact" and name not in EXACT) else ())
     for name in FAMILIES

@@ -214,7 +214,7 @@ def _check_bend(shape) -> None:
 
 
 def _positional(z, dtype):
-    return (*z.values(), 1e-5, dtype, 5, True, True)
+    return (*z.values(), 1e-5, dtype, torch.tensor(5, dtype=torch.int32), True, True)
 
 
 class Block(nn.Module):
