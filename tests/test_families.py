@@ -16,10 +16,13 @@ import threepass
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning", "ignore::DeprecationWarning")
 
 MODES = ["paper", "exact"]
-LONG = {"resnet18", "resnet18_gelu", "t5", "unet_transposed", "gru"}
-EXACT = {"mlp", "dlrm", "schnet", "bert_mask", "swin"}  # in exact mode the others are `slow`
+# Without code generation a case takes 2 to 10 s; the others are `slow`.
+FAST = {
+    "paper": {"mlp", "lstm", "dlrm", "unet", "schnet", "bert_mask", "gpt2_mask", "llama", "convnext", "swin"},
+    "exact": {"mlp", "schnet", "bert_mask"},
+}
 CASES = [
-    pytest.param(name, mode, marks=pytest.mark.slow if name in LONG or (mode == "exact" and name not in EXACT) else ())
+    pytest.param(name, mode, marks=() if name in FAST[mode] else pytest.mark.slow)
     for name in FAMILIES
     for mode in MODES
 ]
