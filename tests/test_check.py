@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from threepass.capture import capture, trace
 from threepass.check import TIMES, check, figures
 from threepass.engine import run
-from threepass.errors import CaptureError
+from threepass.errors import CaptureError, UncheckedWarning
 from threepass.models import mlp, plain, resnet, vit
 from threepass.options import Options
 
@@ -175,6 +175,15 @@ def test_the_check_changes_nothing():
     check(program.plain, lambda values: program.graph(*values), values, len(program.state))
     assert all(torch.equal(z, before[name]) for name, z in problem.model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_results_that_are_not_finite_are_not_called_checked():
+    problem = Problem("float32")
+    program = trace(problem, problem.inputs)
+    problem.inputs[2][0] = math.inf
+    values = [*program.state, *problem.inputs]
+    with pytest.warns(UncheckedWarning, match="outputs of the compiled step could not be checked"):
+        check(program.plain, lambda values: program.graph(*values), values, len(program.state))
 
 
 def test_figures_of_an_output():
