@@ -372,7 +372,7 @@ def parse(arguments: list[str]) -> tuple[Callable[..., None], dict[str, Any]]:
 def _add_flag(to: Any, name: str, kind: Any, default: Any, text: str) -> None:
     """One argument of a function: positional if it must be given, else a flag of its type.
 
-    bool | Literal["word"]: a switch that may have a word behind it.
+    bool | Literal["word"]: a switch that may be followed by a word.
     """
     words: tuple[str, ...] = ()
     if typing.get_origin(kind) in (types.UnionType, typing.Union):

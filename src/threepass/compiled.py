@@ -38,8 +38,8 @@ class Step:
     captured: Captured
     parameters: list[nn.Parameter]
     names: list[str]  # of the parameters, in the order of the outputs that are added to `p.grad`
-    dicts: int  # how many of r.grads, r.backprop_grads and r.third_grads come behind them
-    leaves: list[Any]  # of the rest of the result; a `_Place` is among the outputs behind those
+    dicts: int  # how many of r.grads, r.backprop_grads and r.third_grads follow in the outputs
+    leaves: list[Any]  # of the rest of the result; a `_Place` is an index into the outputs that remain
     spec: TreeSpec
     graph_memory: set[int]
 
