@@ -5,6 +5,7 @@
 A program refers to its parameters, so each net is traced and compiled once in every precision and mode, and checked
 again at other weights and other data: a check that refuses one of them is a false alarm, unless the program is wrong.
 For each check: the largest ratio of a compiled figure to what is allowed (1 is refused), and the sizes of both errors.
+Rows that are already in the file of results are not measured again.
 """
 
 import argparse
@@ -47,10 +48,12 @@ def main() -> None:
     args = parser.parse_args()
     args.precisions = args.precisions or ("tf32,bf16" if args.device == "cuda" else "float32,bf16")
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    known = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    known = [row for row in known if "failed" not in row]
     if args.processes > 1:
-        write(args, in_processes(args))
+        write(args, in_processes(args, known))
     else:
-        in_process(args)
+        in_process(args, known)
 
 
 def write(args: argparse.Namespace, rows: list[dict]) -> None:
@@ -66,9 +69,9 @@ def write(args: argparse.Namespace, rows: list[dict]) -> None:
         print(json.dumps(summary))
 
 
-def in_processes(args: argparse.Namespace) -> list[dict]:
+def in_processes(args: argparse.Namespace, known: list[dict]) -> list[dict]:
     """Nets side by side, each in a process of its own."""
-    todo, running, rows = args.nets.split(","), {}, []
+    todo, running, rows = args.nets.split(","), {}, [row for row in known if row["net"] not in args.nets.split(",")]
     end = time.monotonic() + 60 * args.minutes
     while todo or running:
         if time.monotonic() > end:
@@ -78,6 +81,7 @@ def in_processes(args: argparse.Namespace) -> list[dict]:
         while todo and len(running) < args.processes:
             net = todo.pop(0)
             part = args.out.with_name(f"{args.out.stem}-{net}.part")
+            part.write_text(json.dumps({"rows": [row for row in known if row["net"] == net]}))
             command = [sys.executable, __file__, "--device", args.device, "--size", args.size, "--draws"]
             command += [str(args.draws), "--nets", net, "--precisions", args.precisions, "--out", str(part)]
             running[net] = (subprocess.Popen(command, env=os.environ), part)
@@ -92,11 +96,13 @@ def in_processes(args: argparse.Namespace) -> list[dict]:
     return rows
 
 
-def in_process(args: argparse.Namespace) -> None:
-    rows: list[dict] = []
+def in_process(args: argparse.Namespace, rows: list[dict]) -> None:
+    done = {(row["net"], row["precision"], row["mode"]) for row in rows}
     for net in args.nets.split(","):
         for precision in args.precisions.split(","):
             for mode in MODES:
+                if (net, precision, mode) in done:
+                    continue
                 rows.append(one(net, precision, mode, args))
                 write(args, rows)
                 print({k: v for k, v in rows[-1].items() if k != "checks"}, summary_of(rows[-1]), flush=True)
