@@ -25,6 +25,7 @@ RUN_BY = {
     "layer_norm_triton": "test_kernels_layer_norm",
     "moments_triton": "test_kernels_moments",
     "pointwise_triton": "test_kernels_pointwise",
+    "product_triton": "test_kernels_conv",
     "rounding_triton": "test_kernels_layer_norm",
     "sums_triton": "test_kernels_activation",
 }
