@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..capture import CudaGraph, capture
-from ..options import Options
+from ..compile.capture import capture
+from ..compile.cuda_graph import CudaGraph
+from ..core.options import Options
 from ..step import ThreePass
 from .methods import METHODS, OPTIONS, weights
 
