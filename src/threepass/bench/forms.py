@@ -3,7 +3,7 @@
 At its best, a step is one program for its fixed shapes, replayed as a CUDA graph on a GPU:
 
     ThreePass       `threepass.ThreePass(compile=True)`, for the methods that it is
-    capture         the whole step, traced with its derivatives into one graph and compiled (`threepass.capture`)
+    capture         the whole step, traced with its derivatives into one graph and compiled (`compile/capture.py`)
     torch.compile   the model compiled as PyTorch's users do it, the derivatives by autograd
     CUDA graph      nothing compiled, only the launches recorded (on a GPU)
 

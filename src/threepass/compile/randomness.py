@@ -3,8 +3,8 @@
 A compiled step that drew from PyTorch's generators would draw other numbers than the eager one, and could not be
 compared with it. So each operation of a captured graph that draws (dropout, noise) is replaced by arithmetic on the
 positions in its result, a seed of its own, and nothing else. The same goes for the seeds of random rounding
-(`precision.py`). Plain integer arithmetic is the same in every precision and in every compiler, it is fused with what
-reads it, and a mask need not be kept in memory.
+(`numerics/rounding.py`). Plain integer arithmetic is the same in every precision and in every compiler, it is fused
+with what reads it, and a mask need not be kept in memory.
 
 `precision.seed_op` marks the step's seed in a trace; `seed_draws` gives every draw a seed hashed from it.
 """

@@ -1,6 +1,6 @@
 """The three passes, through any model.
 
-    pass 1   forward           a -> u                      kept on a tape (`tape.py`)
+    pass 1   forward           a -> u                      kept on a tape (`tape/record.py`)
     pass 2   backward          d = dl/du, down to dl/dx    one `autograd.grad`, no weight gradients
     pass 3   forward again     t_0 = c dl_i/dx_i, t -> J t  rule by rule along the tape (`rules/`)
 

@@ -1,8 +1,8 @@
 """`torch.amp.GradScaler`: gradients on their way into `p.grad` are multiplied by its scale.
 
-The passes themselves run without it: they have scales of their own (`precision.py`), which t_0 is free of. What the
-scaler finds in `p.grad` is what `scaler.scale(loss).backward()` would have left there, so that it can divide by the
-scale, look for overflow and skip the step.
+The passes themselves run without it: they have scales of their own (`numerics/precision.py`), which t_0 is free of.
+What the scaler finds in `p.grad` is what `scaler.scale(loss).backward()` would have left there, so that it can divide
+by the scale, look for overflow and skip the step.
 """
 
 from collections.abc import Sequence
