@@ -1,7 +1,7 @@
-"""Interception of the user's calls: every change that is made to PyTorch itself while a step runs, or is traced.
+"""Interception of calls: all patches of PyTorch while a step runs or is traced, and what a call needs before it runs.
 
-A `TorchFunctionMode` is not shown all operations by itself: calls of `autograd.Function.apply` and those inside torch
-functions that are written in Python. `functions_seen` and `python_body` show it these.
+A `TorchFunctionMode` does not see calls of `autograd.Function.apply`, nor those inside torch functions that are written
+in Python: `functions_seen` and `python_body` show it these.
 """
 
 import contextlib
