@@ -23,8 +23,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 warnings.simplefilter("ignore")
 
-from families import NETS, make, on  # noqa: E402
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten  # noqa: E402
+from families import NETS, Problem, make, on  # noqa: E402
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten  # noqa: E402
 
 from threepass.compile import check as checking  # noqa: E402
 from threepass.compile.capture import capture  # noqa: E402
@@ -115,7 +115,7 @@ def summary_of(row: dict) -> str:
 def one(net: str, precision: str, mode: str, args: argparse.Namespace) -> dict:
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    model, loss_fn, x, y = on(args.device, make(NETS[net], args.size))
+    model, loss_fn, x, y = problem(net, args)
     flat, spec = tree_flatten((x, y))
     options = MODES[mode]
     weights = torch.tensor([options.back, options.third], device=args.device)
@@ -141,7 +141,7 @@ def one(net: str, precision: str, mode: str, args: argparse.Namespace) -> dict:
     row |= {"compile_seconds": captured.compile_seconds, "check_seconds": captured.check_seconds}
     row["checks"].append(watch.figures | {"passed": True})
     for draw in range(1, args.draws):
-        other, _, x, y = on(args.device, make(NETS[net], args.size, seed=draw))
+        other, _, x, y = problem(net, args, draw)
         model.load_state_dict(other.state_dict())
         seed.fill_(draw)
         program = captured.program
@@ -155,23 +155,37 @@ def one(net: str, precision: str, mode: str, args: argparse.Namespace) -> dict:
     return row
 
 
+def problem(net: str, args: argparse.Namespace, seed: int = 0) -> Problem:
+    """On its device; images in channels_last, as `fit` has them, because our convolution kernels take no others."""
+    model, loss_fn, x, y = on(args.device, make(NETS[net], args.size, seed=seed))
+
+    def layout(z: torch.Tensor) -> torch.Tensor:
+        return z.contiguous(memory_format=torch.channels_last if z.dim() == 4 else torch.contiguous_format)
+
+    return model.to(memory_format=torch.channels_last), loss_fn, tree_map(layout, x), tree_map(layout, y)
+
+
 class Watch:
     """Keeps the figures that a check compares."""
 
     def __enter__(self) -> None:
-        self.figures, self._compare = {"worst": 0.0, "eager_error": 0.0, "compiled_error": 0.0}, checking.excesses
-        checking.excesses = self._seen
+        self.figures, self._judge = {"worst": 0.0, "eager_error": 0.0, "compiled_error": 0.0}, checking.Part.judge
+        watch = self
+
+        def judge(part: checking.Part) -> None:
+            watch.see(part)
+            watch._judge(part)
+
+        checking.Part.judge = judge
 
     def __exit__(self, *_) -> None:
-        checking.excesses = self._compare
+        checking.Part.judge = self._judge
 
-    def _seen(self, ours, theirs, *rest):
-        found = list(self._compare(ours, theirs, *rest))
-        self.figures["worst"] = max([self.figures["worst"], *(excess for excess, *_ in found)])
-        for name, each in (("eager_error", ours), ("compiled_error", theirs)):
-            known = [f.error for f, e in zip(each, ours, strict=True) if e.error < 0.5 and math.isfinite(f.error)]
+    def see(self, part: checking.Part) -> None:
+        self.figures["worst"] = max(self.figures["worst"], part.worst()[0])
+        for name, each in (("eager_error", part.eager), ("compiled_error", part.compiled)):
+            known = [f.error for f, e in zip(each, part.eager, strict=True) if e.error < 0.5 and math.isfinite(f.error)]
             self.figures[name] = max([self.figures[name], *known])
-        return found
 
 
 if __name__ == "__main__":

@@ -118,12 +118,18 @@ def test_sabotaged_programs_are_refused(name, precision, mode, monkeypatch):
         problem.capture()
 
 
+@pytest.fixture
+def tf32():
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("precision", ["tf32", "bf16 autocast"])
 @pytest.mark.parametrize("name", SABOTAGES)
-def test_sabotaged_programs_are_refused_on_a_gpu(name, precision, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+def test_sabotaged_programs_are_refused_on_a_gpu(name, precision, monkeypatch, tf32):
     problem = Problem(precision, device="cuda")
     monkeypatch.setattr(
         "threepass.compile.inductor.compiled",

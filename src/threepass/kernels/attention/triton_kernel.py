@@ -25,6 +25,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 from ..launch import on_its_device
+from ..product_triton import product
 from .layout import empty
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -59,9 +60,9 @@ def _tangent_of_product(x, y, t_x, t_y, HAS_X: tl.constexpr, HAS_Y: tl.constexpr
     """t_x yᵀ + x t_yᵀ."""
     out = tl.zeros((x.shape[0], y.shape[0]), tl.float32)
     if HAS_X:
-        out = tl.dot(t_x, tl.trans(y), out, input_precision=PRECISION)
+        out = product(t_x, tl.trans(y), out, PRECISION)
     if HAS_Y:
-        out = tl.dot(x, tl.trans(t_y), out, input_precision=PRECISION)
+        out = product(x, tl.trans(t_y), out, PRECISION)
     return out
 
 
@@ -93,7 +94,7 @@ def _tangent_kernel(
     for start in range(0, end, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)
         k_j = _load(k, b, h, k_b, k_h, k_t, columns, keys, N, PADDED)
-        s = tl.dot(q_i, tl.trans(k_j), input_precision=PRECISION) * (scale * LOG2_E)
+        s = product(q_i, tl.trans(k_j), None, PRECISION) * (scale * LOG2_E)
         s = tl.where(_visible(rows[:, None], columns[None, :], keys, CAUSAL), s, -float("inf"))
         higher = tl.maximum(peak, tl.max(s, 1))
         p = tl.exp2(s - higher[:, None])
@@ -112,12 +113,12 @@ def _tangent_kernel(
             if not ONE_BLOCK:
                 pv *= shrink[:, None]
                 acc += (rho - mean)[:, None] * pv
-                pv = tl.dot(p.to(v_j.dtype), v_j, pv, input_precision=PRECISION)
-            acc = tl.dot((p * (t_s - mean[:, None])).to(v_j.dtype), v_j, acc, input_precision=PRECISION)
+                pv = product(p.to(v_j.dtype), v_j, pv, PRECISION)
+            acc = product((p * (t_s - mean[:, None])).to(v_j.dtype), v_j, acc, PRECISION)
             rho = mean
         if HAS_V:
             tv_j = _load(t_v, b, h, tv_b, tv_h, tv_t, columns, keys, W, PADDED)
-            acc = tl.dot(p.to(tv_j.dtype), tv_j, acc, input_precision=PRECISION)
+            acc = product(p.to(tv_j.dtype), tv_j, acc, PRECISION)
     _store(out, b, h, o_b, o_h, o_t, rows, queries, acc / total[:, None], W, PADDED)
 
 
@@ -142,7 +143,7 @@ def _bend_tile_kernel(
         tq_i = _load(t_q, b, h, tq_b, tq_h, tq_t, rows, queries, N, PADDED)
     if HAS_K:
         tk_j = _load(t_k, b, h, tk_b, tk_h, tk_t, columns, keys, N, PADDED)
-    s = tl.dot(q_i, tl.trans(k_j), input_precision=PRECISION) * (scale * LOG2_E)
+    s = product(q_i, tl.trans(k_j), None, PRECISION) * (scale * LOG2_E)
     s = tl.where(_visible(rows[:, None], columns[None, :], keys, CAUSAL), s, -float("inf"))
     p = tl.exp2(s - tl.max(s, 1)[:, None])
     p = p / tl.sum(p, 1)[:, None]
@@ -156,12 +157,12 @@ def _bend_tile_kernel(
         tv_j = _load(t_v, b, h, tv_b, tv_h, tv_t, columns, keys, W, PADDED)
     if HAS_R:
         r_i = _load(r, b, h, r_b, r_h, r_t, rows, queries, W, PADDED)
-    d_p = tl.dot(d_i, tl.trans(v_j), input_precision=PRECISION)
+    d_p = product(d_i, tl.trans(v_j), None, PRECISION)
     d_p -= tl.sum(p * d_p, 1)[:, None]
     r_p = _tangent_of_product(d_i, v_j, r_i, tv_j, HAS_R, HAS_V, PRECISION)
-    r_v = tl.dot(tl.trans(t_p.to(d_i.dtype)), d_i, input_precision=PRECISION)
+    r_v = product(tl.trans(t_p.to(d_i.dtype)), d_i, None, PRECISION)
     if HAS_R:
-        r_v = tl.dot(tl.trans(p.to(r_i.dtype)), r_i, r_v, input_precision=PRECISION)
+        r_v = product(tl.trans(p.to(r_i.dtype)), r_i, r_v, PRECISION)
     _store(out_v, b, h, ov_b, ov_h, ov_t, columns, keys, r_v, W, PADDED)
 
     bent = t_p * d_p
@@ -169,16 +170,16 @@ def _bend_tile_kernel(
     d_s = (p * d_p).to(k_j.dtype)
     # q, k and their tangents once more: held until here, they would not leave room for another program on the chip.
     k_j = _load(k, b, h, k_b, k_h, k_t, columns, keys, N, PADDED)
-    r_q = tl.dot(r_s, k_j, input_precision=PRECISION)
+    r_q = product(r_s, k_j, None, PRECISION)
     if HAS_K:
         tk_j = _load(t_k, b, h, tk_b, tk_h, tk_t, columns, keys, N, PADDED)
-        r_q = tl.dot(d_s, tk_j, r_q, input_precision=PRECISION)
+        r_q = product(d_s, tk_j, r_q, PRECISION)
     _store(out_q, b, h, oq_b, oq_h, oq_t, rows, queries, r_q * scale, N, PADDED)
     q_i = _load(q, b, h, q_b, q_h, q_t, rows, queries, N, PADDED)
-    r_k = tl.dot(tl.trans(r_s), q_i, input_precision=PRECISION)
+    r_k = product(tl.trans(r_s), q_i, None, PRECISION)
     if HAS_Q:
         tq_i = _load(t_q, b, h, tq_b, tq_h, tq_t, rows, queries, N, PADDED)
-        r_k = tl.dot(tl.trans(d_s), tq_i, r_k, input_precision=PRECISION)
+        r_k = product(tl.trans(d_s), tq_i, r_k, PRECISION)
     _store(out_k, b, h, ok_b, ok_h, ok_t, columns, keys, r_k * scale, N, PADDED)
 
 
@@ -222,7 +223,7 @@ def _bend_rows_kernel(
             tk_j = _load(t_k, b, h, tk_b, tk_h, tk_t, columns, keys, N, PADDED)
         if HAS_V:
             tv_j = _load(t_v, b, h, tv_b, tv_h, tv_t, columns, keys, W, PADDED)
-        s = tl.dot(q_i, tl.trans(k_j), input_precision=PRECISION) * (scale * LOG2_E)
+        s = product(q_i, tl.trans(k_j), None, PRECISION) * (scale * LOG2_E)
         s = tl.where(_visible(rows[:, None], columns[None, :], keys, CAUSAL), s, -float("inf"))
         higher = tl.maximum(peak, tl.max(s, 1))
         p = tl.exp2(s - higher[:, None])
@@ -231,7 +232,7 @@ def _bend_rows_kernel(
         before = total * shrink
         total = before + tl.sum(p, 1)
         t_s = _tangent_of_product(q_i, k_j, tq_i, tk_j, HAS_Q, HAS_K, PRECISION) * scale
-        d_p = tl.dot(d_i, tl.trans(v_j), input_precision=PRECISION)
+        d_p = product(d_i, tl.trans(v_j), None, PRECISION)
         r_p = _tangent_of_product(d_i, v_j, r_i, tv_j, HAS_R, HAS_V, PRECISION)
         new_rho = (rho * before + tl.sum(p * t_s, 1)) / total
         new_d = (mean_d * before + tl.sum(p * d_p, 1)) / total
@@ -259,15 +260,15 @@ def _bend_rows_kernel(
             tk_j = _load(t_k, b, h, tk_b, tk_h, tk_t, columns, keys, N, PADDED)
         if HAS_V:
             tv_j = _load(t_v, b, h, tv_b, tv_h, tv_t, columns, keys, W, PADDED)
-        s = tl.dot(q_i, tl.trans(k_j), input_precision=PRECISION) * (scale * LOG2_E)
+        s = product(q_i, tl.trans(k_j), None, PRECISION) * (scale * LOG2_E)
         s = tl.where(_visible(rows[:, None], columns[None, :], keys, CAUSAL), s, -float("inf"))
         p = tl.exp2(s - lse[:, None])
         t_p = p * (_tangent_of_product(q_i, k_j, tq_i, tk_j, HAS_Q, HAS_K, PRECISION) * scale - rho[:, None])
-        d_p = tl.dot(d_i, tl.trans(v_j), input_precision=PRECISION) - mean_d[:, None]
+        d_p = product(d_i, tl.trans(v_j), None, PRECISION) - mean_d[:, None]
         r_p = _tangent_of_product(d_i, v_j, r_i, tv_j, HAS_R, HAS_V, PRECISION) - mean_r[:, None]
-        acc = tl.dot((t_p * d_p + p * r_p).to(k_j.dtype), k_j, acc, input_precision=PRECISION)
+        acc = product((t_p * d_p + p * r_p).to(k_j.dtype), k_j, acc, PRECISION)
         if HAS_K:
-            acc = tl.dot((p * d_p).to(k_j.dtype), tk_j, acc, input_precision=PRECISION)
+            acc = product((p * d_p).to(k_j.dtype), tk_j, acc, PRECISION)
     _store(out_q, b, h, oq_b, oq_h, oq_t, rows, queries, acc * scale, N, PADDED)
 
 
@@ -312,18 +313,18 @@ def _bend_columns_kernel(
         rho = tl.load(at + apart + rows, mask=rows < queries, other=0.0)
         mean_d = tl.load(at + 2 * apart + rows, mask=rows < queries, other=0.0)
         mean_r = tl.load(at + 3 * apart + rows, mask=rows < queries, other=0.0)
-        s = tl.dot(k_j, tl.trans(q_i), input_precision=PRECISION) * (scale * LOG2_E)
+        s = product(k_j, tl.trans(q_i), None, PRECISION) * (scale * LOG2_E)
         s = tl.where(_visible(rows[None, :], columns[:, None], keys, CAUSAL), s, -float("inf"))
         p = tl.exp2(s - lse[None, :])
         t_p = p * (_tangent_of_product(k_j, q_i, tk_j, tq_i, HAS_K, HAS_Q, PRECISION) * scale - rho[None, :])
-        acc_v = tl.dot(t_p.to(d_i.dtype), d_i, acc_v, input_precision=PRECISION)
+        acc_v = product(t_p.to(d_i.dtype), d_i, acc_v, PRECISION)
         if HAS_R:
-            acc_v = tl.dot(p.to(r_i.dtype), r_i, acc_v, input_precision=PRECISION)
-        d_p = tl.dot(v_j, tl.trans(d_i), input_precision=PRECISION) - mean_d[None, :]
+            acc_v = product(p.to(r_i.dtype), r_i, acc_v, PRECISION)
+        d_p = product(v_j, tl.trans(d_i), None, PRECISION) - mean_d[None, :]
         r_p = _tangent_of_product(v_j, d_i, tv_j, r_i, HAS_V, HAS_R, PRECISION) - mean_r[None, :]
-        acc_k = tl.dot((t_p * d_p + p * r_p).to(q_i.dtype), q_i, acc_k, input_precision=PRECISION)
+        acc_k = product((t_p * d_p + p * r_p).to(q_i.dtype), q_i, acc_k, PRECISION)
         if HAS_Q:
-            acc_k = tl.dot((p * d_p).to(q_i.dtype), tq_i, acc_k, input_precision=PRECISION)
+            acc_k = product((p * d_p).to(q_i.dtype), tq_i, acc_k, PRECISION)
     _store(out_k, b, h, ok_b, ok_h, ok_t, columns, keys, acc_k * scale, N, PADDED)
     _store(out_v, b, h, ov_b, ov_h, ov_t, columns, keys, acc_v, W, PADDED)
 

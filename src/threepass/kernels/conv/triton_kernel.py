@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import on_its_device
+from ..product_triton import product
 from ..rounding_triton import rounded_randomly
 
 
@@ -107,7 +108,7 @@ def _product(a, w, p, pixels, C: tl.constexpr, N: tl.constexpr, H: tl.constexpr,
     z = tl.zeros((BP, BN), tl.float32)
     for k in range(0, 9 * C, BK):
         patches = _patches(a, p, pixels, k, C, BK, H, W, OH, OW, STRIDE)
-        z = tl.dot(patches, _weights(w, k, C, N, BK, BN, SC, SN, SY, SX), z, input_precision=PRECISION)
+        z = product(patches, _weights(w, k, C, N, BK, BN, SC, SN, SY, SX), z, PRECISION)
     return z
 
 
@@ -211,7 +212,7 @@ def _input_kernel_2(d, w, opened, g, pixels, C: tl.constexpr, N: tl.constexpr, H
         ky = 1 - py + 2 * (k // C >> px)
         kx = 1 - px + 2 * (k // C & px)
         v = tl.load(w + k % C * SC + n * SN + ky * SY + kx * SX, mask=(k < depth) & (n < N), other=0.0)
-        z = tl.dot(e, v, z, input_precision=PRECISION)
+        z = product(e, v, z, PRECISION)
     y = 2 * i + py
     x = 2 * j + px
     _store_error(z, g, opened, ((b * H + y) * W + x) * N + n, (p < pixels)[:, None] & (y < H) & (x < W) & (n < N))
@@ -241,12 +242,12 @@ def _weight_kernel(d, m, work, pixels, part, C: tl.constexpr, N: tl.constexpr, H
         e = tl.load(d + p[:, None] * N + n, mask=(p < pixels)[:, None] & (n < N), other=0.0)
         total += e.to(tl.float32)
         s = _patches(m, p, pixels, k0, C, BK, H, W, OH, OW, STRIDE)
-        acc0 = tl.dot(tl.trans(s), e, acc0, input_precision=PRECISION)
+        acc0 = product(tl.trans(s), e, acc0, PRECISION)
         if TILES == 3:
             s = _patches(m, p, pixels, k0 + BK, C, BK, H, W, OH, OW, STRIDE)
-            acc1 = tl.dot(tl.trans(s), e, acc1, input_precision=PRECISION)
+            acc1 = product(tl.trans(s), e, acc1, PRECISION)
             s = _patches(m, p, pixels, k0 + 2 * BK, C, BK, H, W, OH, OW, STRIDE)
-            acc2 = tl.dot(tl.trans(s), e, acc2, input_precision=PRECISION)
+            acc2 = product(tl.trans(s), e, acc2, PRECISION)
     work += split * ((9 * C + 1) * N)
     _store_rows(work, acc0, k0, C, N, BK, BN)
     if TILES == 3:
