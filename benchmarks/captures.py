@@ -26,11 +26,11 @@ warnings.simplefilter("ignore")
 from families import NETS, Problem, make, on  # noqa: E402
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten  # noqa: E402
 
-from threepass import check as checking  # noqa: E402
-from threepass.capture import capture  # noqa: E402
-from threepass.engine import run  # noqa: E402
+from threepass.compile import check as checking  # noqa: E402
+from threepass.compile.capture import capture  # noqa: E402
+from threepass.core.engine import run  # noqa: E402
+from threepass.core.options import Options  # noqa: E402
 from threepass.errors import CaptureError  # noqa: E402
-from threepass.options import Options  # noqa: E402
 
 MODES = {"paper": Options(), "exact": Options(strength=0.1, mode="exact")}
 

@@ -37,9 +37,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from threepass.capture import capture
-from threepass.engine import run as three_passes
-from threepass.options import Options
+from threepass.compile.capture import capture
+from threepass.core.engine import run as three_passes
+from threepass.core.options import Options
 from threepass.train.config import Config
 from threepass.train.data import DataSet, Split, load
 from threepass.train.loop import fit, numerics

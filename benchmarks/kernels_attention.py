@@ -29,7 +29,8 @@ from torch.nn import functional as F
 from triton.testing import do_bench_cudagraph
 
 import threepass
-from threepass.kernels import attention as kernels
+from threepass.kernels.attention import attention_bend, attention_bend_packed, attention_tangent
+from threepass.kernels.attention import triton_kernel as kernels
 from threepass.rules.attention import Scores, curved, tangent
 from threepass.rules.table import rule_for
 
@@ -89,7 +90,7 @@ def worst(got, expected) -> float:
 def both(signals, scale: float, causal: bool, precision: str):
     """t_u, R{d_q}, R{d_k}, R{d_v} by the kernels."""
     how = (scale, causal, precision, True)
-    return [kernels.attention_tangent(*signals[:6], *how), *kernels.attention_bend(*signals, *how)]
+    return [attention_tangent(*signals[:6], *how), *attention_bend(*signals, *how)]
 
 
 def both_plain(signals, scale: float, causal: bool):
@@ -117,8 +118,8 @@ def measure(shape, dtype: torch.dtype, precision: str, limit: float) -> dict:
     set_precision(precision)
     how, scores = (scale, False, precision, True), Scores(scale)
     calls = {
-        "tangent": lambda: kernels.attention_tangent(*signals[:6], *how),
-        "bend": lambda: kernels.attention_bend(*signals, *how),
+        "tangent": lambda: attention_tangent(*signals[:6], *how),
+        "bend": lambda: attention_bend(*signals, *how),
         "tangent plain": lambda: tangent(*signals[:6], scores),
         "bend plain": lambda: curved(*signals, scores),
         "sdpa": lambda: F.scaled_dot_product_attention(*signals[:3]),
@@ -247,9 +248,9 @@ def quick_calls(shape, dtype: torch.dtype, precision: str, limit: float):
     set_precision(precision)
     where = f"{(heads, tokens, width)} {dtype} {precision}"
     return [
-        (f"tangent {where}", lambda: [kernels.attention_tangent(q, k, v, *t, *how, True)], [t_u], limit),
-        (f"bend {where}", lambda: kernels.attention_bend(*signals, *how, True), bent, limit),
-        (f"bend packed {where}", lambda: kernels.attention_bend_packed(*signals, *how), bent, limit),
+        (f"tangent {where}", lambda: [attention_tangent(q, k, v, *t, *how, True)], [t_u], limit),
+        (f"bend {where}", lambda: attention_bend(*signals, *how, True), bent, limit),
+        (f"bend packed {where}", lambda: attention_bend_packed(*signals, *how), bent, limit),
         (f"sdpa {where}", lambda: [F.scaled_dot_product_attention(q, k, v)], [fused], 1e-2),
         (f"sdpa fwd+bwd {where}", lambda: forward_and_backward(q, k, v, d), errors, 1e-2),
     ]

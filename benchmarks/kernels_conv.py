@@ -4,7 +4,7 @@
 
 For every layer shape, at batch 128 (float32 with TF32, bfloat16) and 1024 (bfloat16), in microseconds:
 
-    best    the fastest of the block sizes below, which it names;   table   the one that `conv_triton` has in its table
+    best    the fastest of the block sizes below, which it names;   table   that of the table in `triton_kernel.py`
     cudnn   the convolution alone;   +ops   with its ReLU, mask or mix as separate kernels
     errors  |z - z64| / |z64| against float64 on the same inputs / slope - 1 = <z, z64> / <z64, z64> - 1; then cuDNN's,
             and for a tangent that of what the mix adds to a
@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from threepass.kernels import conv, conv_triton
-from threepass.kernels.conv_triton import Blocks
+from threepass.kernels import conv
+from threepass.kernels.conv import triton_kernel as conv_triton
+from threepass.kernels.conv.triton_kernel import Blocks
 
 LAYERS = [(3, 16, 32, 1), (16, 16, 32, 1), (16, 32, 32, 2), (32, 32, 16, 1), (32, 64, 16, 2), (64, 64, 8, 1)]
 SETTINGS = [(128, torch.float32), (128, torch.bfloat16), (1024, torch.bfloat16)]

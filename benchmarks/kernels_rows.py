@@ -18,8 +18,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.testing import do_bench_cudagraph
 
-from threepass.kernels import activation, activation_triton, half_gelu, layer_norm, layer_norm_triton
-from threepass.precision import mix_of
+from threepass.kernels import activation, layer_norm
+from threepass.kernels.activation import half_gelu
+from threepass.kernels.activation import triton_kernel as activation_triton
+from threepass.kernels.layer_norm import triton_kernel as layer_norm_triton
+from threepass.numerics.precision import mix_of
 
 BATCH, TOKENS, STREAM, HIDDEN = 256, 64, 192, 768
 

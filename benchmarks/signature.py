@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
+from threepass.compile.signature import Signature, flattened, input_signature
 from threepass.models import plain, resnet18, vit
-from threepass.signature import Signature, flattened, input_signature
 
 LIMIT = 30.0  # microseconds on plain-20
 NETS = {"plain-20": lambda: plain(20), "ResNet-18": resnet18, "ViT, depth 12": lambda: vit(depth=12)}

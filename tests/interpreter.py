@@ -19,12 +19,11 @@ needs_triton = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for
 
 # The modules of `threepass.kernels` that have Triton functions, and the tests that run every one of them
 RUN_BY = {
-    "activation_triton": "test_kernels_activation",
-    "attention": "test_attention",
-    "conv_triton": "test_kernels_conv",
-    "layer_norm_triton": "test_kernels_layer_norm",
-    "moments_triton": "test_kernels_moments",
-    "pointwise_triton": "test_kernels_pointwise",
+    "activation.triton_kernel": "test_kernels_activation",
+    "attention.triton_kernel": "test_attention",
+    "batch_norm.triton_kernel": "test_kernels_batch_norm",
+    "conv.triton_kernel": "test_kernels_conv",
+    "layer_norm.triton_kernel": "test_kernels_layer_norm",
     "product_triton": "test_kernels_conv",
     "rounding_triton": "test_kernels_layer_norm",
     "sums_triton": "test_kernels_activation",

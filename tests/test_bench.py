@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 from threepass import models
 from threepass.bench.limits import layers, total, work
 from threepass.bench.methods import METHODS, OPTIONS
-from threepass.capture import trace
-from threepass.engine import run
-from threepass.kernels.pointwise import rectified
-from threepass.options import Options
+from threepass.compile.trace import trace
+from threepass.core.engine import run
+from threepass.core.options import Options
+from threepass.kernels.batch_norm import rectified
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
 

@@ -14,13 +14,16 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import threepass
-from threepass import passes
 from threepass.bench.measure import peak_bytes
-from threepass.capture import capture, trace
-from threepass.engine import run
-from threepass.kernels import conv, fuse
+from threepass.compile.capture import capture
+from threepass.compile.inductor import warm_up
+from threepass.compile.rewrite import gates
+from threepass.compile.rewrite.sums import share_sums
+from threepass.compile.trace import trace
+from threepass.core.engine import run
+from threepass.core.options import Options
+from threepass.kernels import conv
 from threepass.models import mlp, plain, resnet, vit
-from threepass.options import Options
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning", "ignore::DeprecationWarning")
 
@@ -105,7 +108,9 @@ def test_compiled_is_eager_to_ten_digits(name, mode):
 @pytest.fixture
 def traced_only(monkeypatch):
     """Captured steps without the compiler: what is around it is the same."""
-    monkeypatch.setattr("threepass.capture._compiled", lambda program, inputs: lambda values: program.graph(*values))
+    monkeypatch.setattr(
+        "threepass.compile.inductor.compiled", lambda program, inputs: lambda values: program.graph(*values)
+    )
 
 
 def test_alpha_moves_within_one_program_and_every_k_has_two(traced_only):
@@ -256,11 +261,11 @@ def test_gates_are_marked_and_read_by_bits():
     u = torch.tensor([1.0, 2.0, 0.0, -0.0, 3.0])
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         g = torch.tensor([0.5, -0.0, 7.0, -0.0, 0.0], dtype=dtype)
-        d = passes.marked(g, u.to(dtype))
+        d = gates.marked(g, u.to(dtype))
         assert d.tolist() == [0.5, 0, 0, 0, 0]
         assert torch.signbit(d).tolist() == [False, False, True, True, False]
         s = torch.arange(1.0, 6.0).to(dtype)
-        assert passes.gated(s, d).tolist() == [1, 2, 0, 0, 5]
+        assert gates.gated(s, d).tolist() == [1, 2, 0, 0, 5]
 
 
 def test_gates_are_read_off_the_errors_only_where_the_activation_is_not_needed():
@@ -268,7 +273,7 @@ def test_gates_are_read_off_the_errors_only_where_the_activation_is_not_needed()
         model, x, y = problem("mlp")
         step, inputs = step_of(model, x, y, **options)
         found = Counter(node.target for node in trace(step, inputs).graph.graph.nodes)
-        assert found[passes.marked] == found[passes.gated] == marks
+        assert found[gates.marked] == found[gates.gated] == marks
 
 
 def test_factors_of_sums_are_kept():
@@ -291,7 +296,7 @@ def test_only_equal_sums_are_shared():
     a = torch.randn(5, 6)
     program = trace(sums, [a])
     before = list(program(a))
-    passes.share_sums(program.graph.graph)
+    share_sums(program.graph.graph)
     program.graph.recompile()
     found = Counter(str(node.target) for node in program.graph.graph.nodes)
     assert found["aten.var_mean.correction"] == 1
@@ -332,7 +337,7 @@ def test_kernels_take_the_place_of_convolutions_and_their_neighbours(mode, dtype
     assert found[torch.ops.aten.convolution.default] == found[torch.ops.aten.convolution_backward.default] == 0
     fits["now"] = False
     same(ours(*inputs), theirs(*inputs), 1e-6 if dtype == torch.float32 else 2e-2)
-    fuse.warm_up(ours.graph.graph)
+    warm_up(ours.graph.graph)
 
 
 @pytest.mark.parametrize("mode", ["paper", "exact"])
@@ -383,7 +388,7 @@ def test_a_wrong_compiler_is_noticed(monkeypatch):
     def spoiled(program, inputs):
         return lambda values: [z * 2 for z in program.graph(*values)]
 
-    monkeypatch.setattr("threepass.capture._compiled", spoiled)
+    monkeypatch.setattr("threepass.compile.inductor.compiled", spoiled)
     model, x, y = problem("mlp")
     step = threepass.ThreePass(model, F.cross_entropy, compile=True)
     with pytest.warns(threepass.UncompiledWarning, match="the compiled step is wrong in backpropagation's part"):

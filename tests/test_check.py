@@ -7,12 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from threepass.capture import capture, trace
-from threepass.check import TIMES, check, figures
-from threepass.engine import run
+from threepass.compile.capture import capture
+from threepass.compile.check import TIMES, check, figures
+from threepass.compile.trace import trace
+from threepass.core.engine import run
+from threepass.core.options import Options
 from threepass.errors import CaptureError, UncheckedWarning
 from threepass.models import mlp, plain, resnet, vit
-from threepass.options import Options
 
 SAMPLES = 16
 PRECISIONS = ("float64", "float32", "bf16 autocast", "bf16")
@@ -112,7 +113,7 @@ def test_sabotaged_programs_are_refused(name, precision, mode, monkeypatch):
     def sabotaged(program, inputs):
         return lambda values: SABOTAGES[name](program, values, problem)
 
-    monkeypatch.setattr("threepass.capture._compiled", sabotaged)
+    monkeypatch.setattr("threepass.compile.inductor.compiled", sabotaged)
     with pytest.raises(CaptureError, match=r"is wrong in|is not finite"):
         problem.capture()
 
@@ -131,7 +132,8 @@ def tf32():
 def test_sabotaged_programs_are_refused_on_a_gpu(name, precision, monkeypatch, tf32):
     problem = Problem(precision, device="cuda")
     monkeypatch.setattr(
-        "threepass.capture._compiled", lambda program, inputs: lambda values: SABOTAGES[name](program, values, problem)
+        "threepass.compile.inductor.compiled",
+        lambda program, inputs: lambda values: SABOTAGES[name](program, values, problem),
     )
     with pytest.raises(CaptureError, match=r"is wrong in|is not finite"):
         problem.capture(graph=False)

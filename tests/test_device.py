@@ -121,7 +121,7 @@ def test_slope_of_the_third_pass_is_one_in_a_compiled_bf16_step_on_a_gpu(kind):
 @pytest.mark.parametrize("size", [(197, 77, 40, 24), (50, 50, 40, 24), (50, 50, 64, 32)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_attention_whose_heads_have_two_widths_on_a_gpu(dtype, size, present):
-    """Widths whose blocks would be padded to different sizes, each by itself: see `kernels/attention.py`."""
+    """Widths whose blocks would be padded to different sizes, each by itself: see `kernels/attention`."""
     if not torch.cuda.is_available():
         pytest.skip("no accelerator here")
     from threepass.kernels.attention import attention_bend, attention_tangent

@@ -34,7 +34,7 @@ def without_code(monkeypatch):
 
     Writing the code takes most of the time (30 to 110 s of a CPU for one of these nets).
     """
-    monkeypatch.setattr("threepass.capture._compiled", _compiled_without_code)
+    monkeypatch.setattr("threepass.compile.inductor.compiled", _compiled_without_code)
 
 
 def _compiled_without_code(program, inputs):

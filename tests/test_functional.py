@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import threepass
-from threepass.capture import trace
-from threepass.engine import run
-from threepass.options import Options
+from threepass.compile.trace import trace
+from threepass.core.engine import run
+from threepass.core.options import Options
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
 

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 
 from threepass import models
 from threepass.init import NO_ROOT, SCHEMES, fans, init_, variance
-from threepass.variances import predicted
+from threepass.inspect.variances import predicted
 
 CHAINS = {
     "one width": [(64, 64)] * 5,

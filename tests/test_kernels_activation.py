@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 
-from threepass import models, packed
-from threepass.capture import capture, trace
-from threepass.engine import run
-from threepass.kernels import activation, half_gelu
-from threepass.options import Options
+from threepass import models
+from threepass.compile.capture import capture
+from threepass.compile.trace import trace
+from threepass.core.engine import run
+from threepass.core.options import Options
+from threepass.kernels import activation
+from threepass.kernels.activation import half_gelu
+from threepass.numerics import packed
 
 CASES = [(3, 5, 24), (7, 300), (70, 16)]  # rows that fill no block, columns that are no power of two
 OP = torch.ops.threepass.activation_error.default
@@ -80,7 +83,7 @@ def test_kernel_in_the_interpreter():
 
 def check_kernel() -> None:
     """Against plain PyTorch in float64; runs under TRITON_INTERPRET=1."""
-    from threepass.kernels import activation_triton
+    from threepass.kernels.activation import triton_kernel as activation_triton
 
     for programs in (activation_triton.PROGRAMS, 2):  # a block each, and loops over several
         activation_triton.PROGRAMS = programs

@@ -1,7 +1,7 @@
 """Attention's kernels as machine code for sm_90: no uniform register is read that was not written before.
 
 ptxas computes the shared-memory addresses of a tensor core's operands in uniform registers (UR0, UR1, ...), and some of
-its versions forget to write one: `kernels/attention.py` says when. Compiling needs no GPU.
+its versions forget to write one: `kernels/attention/triton_kernel.py` says when. Compiling needs no GPU.
 """
 
 import re
@@ -83,7 +83,7 @@ def machine_code(kernel, args, kwargs, path: Path) -> str:
 @needs_triton
 @pytest.mark.parametrize(("size", "present"), [((197, 77, 40, 24), "qr"), ((50, 50, 64, 32), "qkvr")], ids=str)
 def test_kernels_read_no_register_that_was_not_written(monkeypatch, tmp_path, size, present):
-    from threepass.kernels import attention
+    from threepass.kernels.attention import triton_kernel as attention
 
     launches: list = []
     for name in KERNELS:

@@ -13,11 +13,13 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from threepass import models, packed
-from threepass.capture import capture, trace
-from threepass.engine import run
+from threepass import models
+from threepass.compile.capture import capture
+from threepass.compile.trace import trace
+from threepass.core.engine import run
+from threepass.core.options import Options
 from threepass.kernels import layer_norm
-from threepass.options import Options
+from threepass.numerics import packed
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
 
@@ -159,7 +161,7 @@ def test_kernel_in_the_interpreter():
 
 def check_kernel() -> None:
     """Against plain PyTorch in float64; runs under TRITON_INTERPRET=1."""
-    from threepass.kernels import layer_norm_triton
+    from threepass.kernels.layer_norm import triton_kernel as layer_norm_triton
 
     usual = layer_norm_triton.WARPS
     for shape, warps in zip(CASES, (usual, 2, 2, usual), strict=True):  # a block each, or loops over several

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import threepass
-from threepass.engine import backward, forward
-from threepass.options import Options
+from threepass.core.engine import backward, forward
+from threepass.core.options import Options
 from threepass.rules import generic
-from threepass.tape import Record
+from threepass.tape.record import Record
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
 D = torch.float64

@@ -11,12 +11,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import threepass
-from threepass import models, packed, passes
-from threepass.capture import trace
-from threepass.engine import run
-from threepass.kernels.fuse import warm_up
-from threepass.options import Options
-from threepass.precision import mix_of
+from threepass import models
+from threepass.compile.inductor import warm_up
+from threepass.compile.rewrite import products, sums
+from threepass.compile.trace import trace
+from threepass.core.engine import run
+from threepass.core.options import Options
+from threepass.kernels import batch_norm
+from threepass.numerics import packed
+from threepass.numerics.precision import mix_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
 aten = torch.ops.aten
@@ -75,7 +78,7 @@ def normed(**options):
 def test_a_rectified_norm_is_made_again(options, mode):
     """Its own result is read in pass 1 alone."""
     graph = agrees(normed(**options), *batch(6, 3, 6, 6), mode)
-    assert sum(node.target is passes.rectified for node in graph.nodes) >= 4
+    assert sum(node.target is batch_norm.rectified for node in graph.nodes) >= 4
     for names in readers(graph, aten.relu.default):
         assert names <= {"aten.convolution.default", "aten.add.Tensor"}
 
@@ -95,14 +98,14 @@ def test_a_norm_that_does_not_train_is_left_alone():
     net = normed()
     net(batch(6, 3, 6, 6)[0])
     graph = agrees(net.eval(), *batch(6, 3, 6, 6), "paper")
-    assert not any(node.target is passes.rectified for node in graph.nodes)
+    assert not any(node.target is batch_norm.rectified for node in graph.nodes)
 
 
 def test_half_a_norm_on_a_cpu_is_left_alone():
     """It gives its mean rounded."""
     net, (x, y) = normed().bfloat16(), batch(6, 3, 6, 6)
     graph = program_of(net, x.bfloat16(), y, "paper")[0].graph.graph
-    assert not any(node.target is passes.rectified for node in graph.nodes)
+    assert not any(node.target is batch_norm.rectified for node in graph.nodes)
 
 
 @pytest.mark.parametrize("mode", ["paper", "exact"])
@@ -123,7 +126,7 @@ def test_sums_over_images_are_taken_beside_their_operands():
     inputs = [torch.randn(2, 3, 4, 4), torch.randn(2, 3, 4, 4)]
     made = make_fx(f)(*inputs)
     before = [node.name for node in made.graph.nodes]
-    passes.take_sums_early(made.graph)
+    sums.take_sums_early(made.graph)
     assert [node.name for node in made.graph.nodes] == before  # operands are inputs: nothing to stand behind
 
     def g(a, b):
@@ -135,7 +138,7 @@ def test_sums_over_images_are_taken_beside_their_operands():
         return [c, d, ((a * b) * 2).sum((0, 2, 3))]
 
     made = make_fx(g)(*inputs)
-    passes.take_sums_early(made.graph)
+    sums.take_sums_early(made.graph)
     made.graph.lint()
     made.recompile()
     order = [node.name for node in made.graph.nodes]
@@ -147,8 +150,8 @@ def test_sums_over_images_are_taken_beside_their_operands():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_thin_products(dtype, length):
     a, b, bias = (torch.randn(shape).to(dtype) for shape in ((7, length), (length, 4), (4,)))
-    torch.testing.assert_close(passes.thin_product(a, b), a @ b)
-    torch.testing.assert_close(passes.thin_product(a, b, bias), torch.addmm(bias, a, b))
+    torch.testing.assert_close(products.thin_product(a, b), a @ b)
+    torch.testing.assert_close(products.thin_product(a, b, bias), torch.addmm(bias, a, b))
 
 
 @pytest.mark.parametrize(
@@ -167,8 +170,8 @@ def test_which_products_are_thin(rows, length, columns, thin):
     a.meta["val"] = SimpleNamespace(shape=(rows, length), is_cuda=True)
     b.meta["val"] = SimpleNamespace(shape=(length, columns), is_cuda=True)
     node = graph.call_function(aten.mm.default, (a, b))
-    passes.write_out_thin_products(graph)
-    assert (node.target is passes.thin_product) == thin
+    products.write_out_thin_products(graph)
+    assert (node.target is products.thin_product) == thin
 
 
 @pytest.fixture
@@ -266,7 +269,7 @@ def test_a_mix_of_two_weights_is_made_once():
 
 def test_errors_behind_residual_blocks_are_kept(monkeypatch):
     """As on a GPU: one operation for each, in pass 2 alone."""
-    monkeypatch.setattr(passes, "can_gate", lambda *tensors, numbers: True)
+    monkeypatch.setattr(sums, "can_gate", lambda *tensors, numbers: True)
     graph = agrees(models.resnet(14).double(), *batch(6, 3, 8, 8), "paper")
     names = [str(node.target) for node in graph.nodes]
     assert names.count("threepass.gated_sum.default") == 6  # of the stem and 6 blocks; the last one has a mark
@@ -276,8 +279,8 @@ def test_errors_behind_residual_blocks_are_kept(monkeypatch):
 @pytest.mark.parametrize(("mode", "back"), [("paper", 1), ("exact", 2)])
 def test_the_sums_of_batch_norms_are_taken_at_once(monkeypatch, mode, back):
     """As on a GPU: pass 3's for all 13 norms; on each way back 6 behind residual blocks and 6 behind rectifiers."""
-    monkeypatch.setattr(passes, "can_gate", lambda *tensors, numbers: True)
-    monkeypatch.setattr("threepass.kernels.moments.fits", lambda *images: True)
+    monkeypatch.setattr(sums, "can_gate", lambda *tensors, numbers: True)
+    monkeypatch.setattr(batch_norm, "fits", lambda *images: True)
     graph = agrees(models.resnet(14).double(), *batch(6, 3, 8, 8), mode)
     names = [str(node.target) for node in graph.nodes]
     assert names.count("threepass.moments.default") == 13 + 6 * back
@@ -339,8 +342,8 @@ class HalfANorm(Net):
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 @pytest.mark.parametrize("make", [RectifiedTwice, TwoNorms, OneNormTwice, HalfANorm])
 def test_only_a_batch_norms_sums_are_taken_at_once(monkeypatch, make, mode):
-    monkeypatch.setattr(passes, "can_gate", lambda *tensors, numbers: True)
-    monkeypatch.setattr("threepass.kernels.moments.fits", lambda *images: True)
+    monkeypatch.setattr(sums, "can_gate", lambda *tensors, numbers: True)
+    monkeypatch.setattr(batch_norm, "fits", lambda *images: True)
     torch.manual_seed(1)
     agrees(make().double(), *batch(6, 3, 8, 8), mode)
 

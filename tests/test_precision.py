@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import threepass
-from threepass.precision import round_stochastically
+from threepass.numerics.rounding import round_stochastically
 
 FORMATS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 WIDTH, BATCH = 48, 32

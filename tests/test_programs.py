@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import threepass
-from threepass import capture
+from threepass.compile import capture, inductor
+from threepass.compile.programs import Programs
+from threepass.compile.signature import State
 from threepass.errors import CaptureError
 from threepass.models import mlp
-from threepass.programs import Programs
-from threepass.signature import State
 
 CPU = torch.device("cpu")
 
@@ -153,7 +153,7 @@ def test_memory_of_signatures_is_bounded():
 
 @pytest.fixture
 def traced_only(monkeypatch):
-    monkeypatch.setattr(capture, "_compiled", lambda program, inputs: lambda values: program.graph(*values))
+    monkeypatch.setattr(inductor, "compiled", lambda program, inputs: lambda values: program.graph(*values))
 
 
 def test_a_last_smaller_batch_and_many_lengths(traced_only):

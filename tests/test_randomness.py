@@ -5,12 +5,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from threepass.capture import trace
-from threepass.engine import run
+from threepass.compile.randomness import normal, seeds_op, uniform
+from threepass.compile.trace import trace
+from threepass.core.engine import run
+from threepass.core.options import Options
 from threepass.errors import CaptureError
-from threepass.options import Options
-from threepass.precision import round_stochastically, seed_of
-from threepass.randomness import normal, seeds_op, uniform
+from threepass.numerics.rounding import round_stochastically, seed_of
 
 
 def seed(value):

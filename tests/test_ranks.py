@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import threepass
-from threepass.engine import run
-from threepass.options import Options
+from threepass.core.engine import run
+from threepass.core.options import Options
 
 RANKS, B = 2, 8
 TERMS = {

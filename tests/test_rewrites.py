@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from threepass.rewrites import dense_before_scatter, reshape_instead_of_view
+from threepass.compile.rewrite.strides import dense_before_scatter, reshape_instead_of_view
 
 aten = torch.ops.aten
 

@@ -8,7 +8,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from threepass.rules.table import Map, is_flat, key_of, name_of, rule_for
+from threepass.rules.linearity import is_flat
+from threepass.rules.table import Map, key_of, name_of, rule_for
 
 torch.manual_seed(0)
 

@@ -21,9 +21,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import threepass
-from threepass import capture
+from threepass.compile import inductor
+from threepass.compile.signature import Signature, flattened, input_signature
 from threepass.models import plain
-from threepass.signature import Signature, flattened, input_signature
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning", "ignore::threepass.LeftOutWarning")
 FACTOR = 1.0
@@ -264,14 +264,14 @@ def check(w, step, seed):
     assert_close(found[1], found[0], 1e-10)
 
 
-COMPILED = capture._compiled
+COMPILED = inductor.compiled
 
 
 @pytest.fixture(scope="module", autouse=True)
 def traced_only():
     """Captured steps without the compiler: what is around it is the same."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capture, "_compiled", lambda program, inputs: lambda values: program.graph(*values))
+        patch.setattr(inductor, "compiled", lambda program, inputs: lambda values: program.graph(*values))
         yield
 
 
@@ -317,7 +317,7 @@ def test_each_change_is_noticed(name):
 
 
 def test_changes_with_the_compiler(monkeypatch):
-    monkeypatch.setattr(capture, "_compiled", COMPILED)
+    monkeypatch.setattr(inductor, "compiled", COMPILED)
     with world() as w:
         step = threepass.ThreePass(w.model, w.loss, alpha=0.3, compile="require")
         for name in ("number", "forward hook", "loss module: buffer"):

@@ -10,7 +10,7 @@ from torch import nn
 
 import threepass
 from threepass import _torch_compat
-from threepass.precision import seed_op
+from threepass.numerics.precision import seed_op
 
 SOURCE = Path(threepass.__file__).parent
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if path.stem != "_torch_compat")

@@ -12,8 +12,9 @@ from torch.distributions import Normal
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from threepass.compile.user_code import culprit, in_trace
 from threepass.errors import CaptureError
-from threepass.tracing import culprit, in_trace, told_it_is_compiled
+from threepass.tape.intercept import told_it_is_compiled
 
 
 def traced(f, *inputs):
@@ -156,7 +157,7 @@ def test_other_errors_name_their_line_too():
 
 
 def test_an_error_outside_the_users_code_stays_as_it_is():
-    ours = {"__name__": "threepass.engine", "in_trace": in_trace, "torch": torch}
+    ours = {"__name__": "threepass.core.engine", "in_trace": in_trace, "torch": torch}
     exec("def step():\n with in_trace():\n  torch.zeros(3).select(0, 5)", ours)
     with pytest.raises(IndexError):
         ours["step"]()

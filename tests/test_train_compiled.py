@@ -12,8 +12,10 @@ import torch
 from test_train import data, net, simple, without_times
 from torch import nn
 
-from threepass import CaptureError, UncompiledWarning, capture
+from threepass import CaptureError, UncompiledWarning
 from threepass.cli import main, parse
+from threepass.compile import inductor
+from threepass.compile.cuda_graph import WARM_UP
 from threepass.train.config import Config
 from threepass.train.data import DataSet, Split
 from threepass.train.loop import fit
@@ -49,12 +51,12 @@ def traced(monkeypatch):
 
     def warmed_up(self, program, counter, then, restore, weights, compiled=True):
         step = record(self, program, counter, then, restore, weights, compiled)
-        for _ in range(capture.WARM_UP if step is not None else 0):
+        for _ in range(WARM_UP if step is not None else 0):
             with restore():
                 step()
         return step
 
-    monkeypatch.setattr(capture, "_compiled", lambda program, inputs: lambda values: program.graph(*values))
+    monkeypatch.setattr(inductor, "compiled", lambda program, inputs: lambda values: program.graph(*values))
     monkeypatch.setattr(Recorder, "record", warmed_up)
 
 

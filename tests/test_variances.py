@@ -12,8 +12,8 @@ from torch.nn import functional as F
 import threepass
 from threepass import models
 from threepass.init import init_, variance
+from threepass.inspect.variances import Row, Variances, predicted, variances
 from threepass.study import init_study
-from threepass.variances import Row, Variances, predicted, variances
 
 FIELDS = ("v", "u", "pass2", "pass3", "both")
 

@@ -3,14 +3,14 @@
 from typing import Any
 
 from . import models, reference
-from .alignment import Alignment, alignment
-from .coverage import Coverage, coverage
-from .engine import Result, three_pass
+from .core.engine import Result, three_pass
 from .errors import CaptureError, LeftOutWarning, NormalizationWarning, UncompiledWarning, UnsupportedError
 from .init import init_
+from .inspect.alignment import Alignment, alignment
+from .inspect.coverage import Coverage, coverage
+from .inspect.variances import variances
 from .rules import Map, rule
 from .step import ThreePass
-from .variances import variances
 
 __all__ = [
     "Alignment",

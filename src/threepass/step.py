@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from .compiled import CompiledSteps
-from .engine import Result, run
-from .options import Options
-from .precision import round_stochastically, seed_of
-from .programs import check_compile
-from .ranks import add_through, count_ranks
-from .scaler import scaled
+from .compile.programs import check_compile
+from .compile.step import CompiledSteps
+from .core.engine import Result, run
+from .core.options import Options
+from .core.ranks import add_through, count_ranks
+from .core.scaler import scaled
+from .numerics.rounding import round_stochastically, seed_of
 
 
 class ThreePass:

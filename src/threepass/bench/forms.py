@@ -3,7 +3,7 @@
 At its best, a step is one program for its fixed shapes, replayed as a CUDA graph on a GPU:
 
     ThreePass       `threepass.ThreePass(compile=True)`, for the methods that it is
-    capture         the whole step, traced with its derivatives into one graph and compiled (`threepass.capture`)
+    capture         the whole step, traced with its derivatives into one graph and compiled (`compile/capture.py`)
     torch.compile   the model compiled as PyTorch's users do it, the derivatives by autograd
     CUDA graph      nothing compiled, only the launches recorded (on a GPU)
 
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..capture import CudaGraph, capture
-from ..options import Options
+from ..compile.capture import capture
+from ..compile.cuda_graph import CudaGraph
+from ..core.options import Options
 from ..step import ThreePass
 from .methods import METHODS, OPTIONS, weights
 

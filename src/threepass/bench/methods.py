@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._torch_compat import foreach_norm
-from ..engine import three_pass
+from ..core.engine import three_pass
 
 ALPHA, RHO, H, JACOBIAN = 0.1, 0.05, 0.01, 0.01
 Method = Callable[[nn.Module, Tensor, Tensor, Tensor], Sequence[Tensor]]

@@ -1,4 +1,4 @@
-"""Rounding to bfloat16 at random, inside a kernel; `rounding.py` is the same in plain PyTorch."""
+"""Rounding to bfloat16 at random, inside a kernel; `numerics/rounding.py` is the same in plain PyTorch."""
 
 # mypy: disable-error-code="import-not-found, import-untyped"
 

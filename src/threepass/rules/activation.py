@@ -3,7 +3,6 @@
 Rectifiers are linear wherever they have a derivative. The others are computed in float32 at least.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import _torch_compat
+from ..kernels.activation.derivatives import gelu_second, gelu_tanh_second, silu_second
 from .table import Map, rule
 
 _aten = torch.ops.aten
@@ -43,29 +43,12 @@ def silu(u: Tensor, a: Tensor) -> Map:
     return _smooth(lambda s: _aten.silu_backward(s, a), a, silu_second)
 
 
-def silu_second(a: Tensor) -> Tensor:
-    p = torch.sigmoid(a)
-    return p * (1 - p) * (2 + a * (1 - 2 * p))
-
-
 @rule(F.gelu)
 def gelu(u: Tensor, a: Tensor, approximate: str = "none") -> Map:
     """f = a Φ(a), f'' = φ(a) (2 - a²); "tanh": f = a (1 + h) / 2 with h = tanh(k (a + c a³))"""
     a = a.detach()
     second = gelu_second if approximate == "none" else gelu_tanh_second
     return _smooth(lambda s: _aten.gelu_backward(s, a, approximate=approximate), a, second)
-
-
-def gelu_second(a: Tensor) -> Tensor:
-    return torch.exp(-0.5 * a * a) / math.sqrt(2 * math.pi) * (2 - a * a)
-
-
-def gelu_tanh_second(a: Tensor) -> Tensor:
-    """With h' = (1 - h²) g, g = k (1 + 3 c a²): f'' = h' + a h'' / 2"""
-    k, c = math.sqrt(2 / math.pi), 0.044715
-    h = torch.tanh(k * (a + c * a * a * a))
-    g = k * (1 + 3 * c * a * a)
-    return (1 - h * h) * (g + a * (3 * k * c * a - h * g * g))
 
 
 def _smooth(first: Callable[[Tensor], Tensor], z: Tensor, second: Callable[[Tensor], Tensor]) -> Map:

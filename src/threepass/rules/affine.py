@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..kernels import conv as conv_kernels
 from .table import Map, rule
 
 _aten = torch.ops.aten
@@ -81,9 +82,7 @@ def _convolution(u, a, weight, bias, stride, padding, dilation, transposed, outp
 
 
 def _is_cheap(a: Tensor, w: Tensor, u: Tensor, how: tuple[Any, ...]) -> bool:
-    from ..kernels.fuse import pays  # it needs the compiler, which imports rules
-
-    return pays(a, w, u, *how)
+    return conv_kernels.pays(a, w, u, *how)
 
 
 def _times(back, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:

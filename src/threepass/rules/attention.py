@@ -12,7 +12,7 @@ Exact mode differentiates it along (t_q, t_k, t_v) and r = R{d}:
     R{d_q} = scale (R{d_S} k + d_S t_k)            R{d_k} = scale (R{d_S}ᵀ q + d_Sᵀ t_q).
 
 The output u stays what pass 1's fused kernel computed. On a GPU both run in kernels that keep S, P and the rest on the
-chip (`kernels/attention.py`); here they are written out, for every other call.
+chip (`kernels/attention`); here they are written out, for every other call.
 """
 
 import functools
@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from .._torch_compat import safe_softmax
 from ..kernels import runs_on
+from ..kernels.attention import attention_bend, attention_tangent
 from .table import Map, Signal, rule
 
 
@@ -147,16 +148,12 @@ def _widest_head(device: torch.device, dtype: torch.dtype) -> int:
 
 
 def _fused_tangent(u, q, k, v, t_q, t_k, t_v, scores: Scores) -> Tensor:
-    from ..kernels.attention import attention_tangent
-
     by_token = u.dim() == 4 and u.stride(1) < u.stride(2)
     operands = map(_with_heads, (q, k, v, t_q, t_k, t_v))
     return attention_tangent(*operands, scores.scale, scores.causal, _float32_products(), by_token).view(u.shape)
 
 
 def _fused_bend(q, k, v, t_q, t_k, t_v, d, r, scores: Scores) -> Signal:
-    from ..kernels.attention import attention_bend
-
     by_token = q.dim() == 4 and q.stride(1) < q.stride(2)
     if d is None:
         d = torch.zeros_like(r)

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import CaptureError
-from .table import is_flat, is_users
+from .linearity import is_flat
+from .table import is_users
 
 _no_forward_ad: set[Any] = set()
 _one_level = threading.RLock()  # forward AD has one level for all threads

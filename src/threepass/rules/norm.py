@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .._torch_compat import batch_norm_backward, batch_norm_forward
+from ..kernels.batch_norm.scale import not_zero
 from .table import Map, Tap, rule
 
 _aten = torch.ops.aten
-TINY = 1e-20
 
 
 def _tap(a, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled) -> Tap | None:
@@ -67,10 +67,6 @@ class _BatchNorm(torch.autograd.Function):
         (kind, eps), mask = ctx.how, list(ctx.needs_input_grad[:3])
         errors = batch_norm_backward(kind, a, d, not_zero(weight), None, None, mean, rstd, True, eps, mask, reserve)
         return *(e if needed else None for e, needed in zip(errors, mask, strict=True)), *[None] * 5
-
-
-def not_zero(weight: Tensor) -> Tensor:
-    return torch.where(weight.abs() < TINY, torch.full_like(weight, TINY), weight)
 
 
 @rule(torch.batch_norm, tap=_tap)

@@ -28,15 +28,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..engine import run as three_passes
-from ..options import Options
+from ..core.engine import run as three_passes
+from ..core.options import Options
+from ..inspect.variances import variances
 from ..step import add_to_grad
 from ..train.checkpoint import code_version
 from ..train.config import Config
 from ..train.data import Batches, DataSet, load
 from ..train.loop import fit, make_optimizer
 from ..train.runs import fresh
-from ..variances import variances
 from . import robust
 from .gather import read
 from .report import report

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..init import LAYERS, NO_ROOT, SCHEMES, Layer, init_
+from ..inspect.variances import Row, predicted, variances
 from ..models import mlp, plain
-from ..variances import Row, predicted, variances
 from .panels import Grid, Series, svg
 
 COLOURS = dict(zip(SCHEMES, ("#0072b2", "#d55e00", "#009e73", "#cc79a7"), strict=True))

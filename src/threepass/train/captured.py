@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_compat import has_gradient_hooks
-from ..compiled import capturable, laid_out
+from ..compile.step import capturable, laid_out
 from ..errors import CaptureError
-from ..surroundings import unchanged_on_error
+from ..tape.state import unchanged_on_error
 from .optimizer import is_graphable, lr_in, state_tensors
 from .recorder import Recorder, Recording
 from .steps import Steps, in_precision, summed

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..replay import random_state, set_random_state
+from ..tape.state import random_state, set_random_state
 from .tensorfile import load_file, save_file
 
 FORMAT = 1

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..alignment import alignment
-from ..engine import run as three_passes
-from ..options import Options
-from ..surroundings import unchanged_on_error
+from ..core.engine import run as three_passes
+from ..core.options import Options
+from ..inspect.alignment import alignment
+from ..tape.state import unchanged_on_error
 from . import checkpoint
 from .captured import CapturedSteps
 from .config import Config

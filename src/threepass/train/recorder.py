@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..capture import CudaGraph, capture
-from ..programs import Programs
-from ..signature import Signature
+from ..compile.capture import capture
+from ..compile.cuda_graph import CudaGraph
+from ..compile.programs import Programs
+from ..compile.signature import Signature
 
 
 @dataclass(frozen=True)

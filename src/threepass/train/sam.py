@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..engine import Result
-from ..engine import run as three_passes
-from ..options import Options
+from ..core.engine import Result
+from ..core.engine import run as three_passes
+from ..core.options import Options
 
 
 def sam(

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..options import Options
-from ..precision import seed_of
+from ..core.options import Options
+from ..numerics.rounding import seed_of
 from .config import Config
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..engine import Result
-from ..engine import run as three_passes
+from ..core.engine import Result
+from ..core.engine import run as three_passes
 from ..step import add_to_grad
 from .config import Config
 from .data import Batches

@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..compiled import capturable
-from ..signature import Signature
-from ..surroundings import unchanged_on_error
+from ..compile.signature import Signature
+from ..compile.step import capturable
+from ..tape.state import unchanged_on_error
 from .config import Config
 from .data import Batches
 from .recorder import Recorder, Recording

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...alignment import Alignment
-from ...alignment import alignment as aligned
-from ...engine import run as three_passes
-from ...options import Options
-from ...surroundings import unchanged_on_error
+from ...core.engine import run as three_passes
+from ...core.options import Options
+from ...inspect.alignment import Alignment
+from ...inspect.alignment import alignment as aligned
+from ...inspect.variances import variances as measure_variances
+from ...tape.state import unchanged_on_error
 from ...train.data import Batches, DataSet
 from ...train.runs import Run
-from ...variances import variances as measure_variances
 from ..robust import robustness as measure_robustness
 
 SIGMAS = (0.0, 0.05, 0.1)

@@ -1,0 +1,1 @@
+"""A step as one compiled program: traced, rewritten, compiled, checked, and found again by its signature."""

@@ -1,0 +1,144 @@
+"""The whole step as one compiled function: forward, backward, third pass and mix in one graph.
+
+The engine is its own compiler front end: `trace` makes one program of it, Inductor compiles that, and on a GPU it is
+recorded as a CUDA graph and replayed: its inputs and outputs then have fixed places in memory.
+
+    captured = capture(fn, inputs)      fn: tensors -> list of tensors
+    outputs = captured(*inputs)
+"""
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CaptureError, UncheckedWarning
+from . import inductor
+from .check import check
+from .cuda_graph import CudaGraph
+from .rewrite.graph import is_random
+from .trace import Fn, Program, trace
+
+
+class Captured:
+    """A traced and compiled function, replayed as a CUDA graph where its inputs are on a GPU.
+
+    With a CUDA graph the outputs are the same tensors at every call, overwritten by the next one.
+    """
+
+    def __init__(self, program: Program, run: Callable[..., Any]):
+        self.program, self.run = program, run
+        self.compile_seconds = self.check_seconds = 0.0
+        self.inputs: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+        self.graph: CudaGraph | None = None
+
+    @property
+    def graph_bytes(self) -> int | None:
+        """The memory that belongs to the CUDA graph: everything between its inputs and outputs."""
+        return None if self.graph is None else self.graph.bytes
+
+    def ungraphed(self, *inputs: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            return list(self.run([*self.program.state, *inputs]))
+
+    def record(
+        self, inputs: Sequence[Tensor], restore: Callable[[], Any] = contextlib.nullcontext, pool: Any = None
+    ) -> None:
+        """Makes the CUDA graph; `restore` puts back what the function writes to while it warms up."""
+        self.inputs = [z.clone() for z in inputs]
+        with _on_device_of(inputs):
+            self.graph = CudaGraph(lambda: self.ungraphed(*self.inputs), restore, pool)
+        self.outputs = self.graph.outputs
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        if self.graph is None:
+            return self.ungraphed(*inputs)
+        with _on_device_of(self.inputs):
+            for mine, theirs in zip(self.inputs, inputs, strict=True):
+                mine.copy_(theirs, non_blocking=True)
+            self.graph.replay()
+        return self.outputs
+
+
+def capture(
+    fn: Fn,
+    inputs: Sequence[Tensor],
+    graph: bool | None = None,
+    restore: Callable[[], Any] = contextlib.nullcontext,
+    kernels: bool = True,
+    weights: Tensor | None = None,
+    pool: Any = None,
+    compiled: bool = True,
+) -> Captured:
+    """Traces fn for inputs of these shapes, compiles it, and checks the compiled program (`check.py`).
+
+    Args:
+        graph: replay it as a CUDA graph; default: if the inputs are on a GPU.
+        restore: a context that puts back what fn writes to (buffers), because tracing and warming up run it.
+        kernels: False: the framework's kernels alone.
+        weights: the tensor, one of the inputs or one that fn refers to, that has the weights of the two terms as the
+            first two entries of its last dimension: the check then tells the terms apart.
+        pool: memory shared with CUDA graphs that never run at the same time.
+        compiled: False: the traced graph runs operation by operation.
+    """
+    started = time.perf_counter()
+    on_gpu = any(z.is_cuda for z in inputs)
+    places = [i for i, z in enumerate(inputs) if z is weights]
+    inputs = [z.detach().clone() for z in inputs]  # fn may write to them, and one given twice is two inputs
+    with _on_device_of(inputs):
+        with restore():
+            program = trace(fn, [z.clone() for z in inputs], kernels)
+        if kernels and on_gpu:
+            inductor.warm_up(program.graph.graph)
+        captured = Captured(
+            program, inductor.compiled(program, inputs) if compiled else lambda values: program.graph(*values)
+        )
+        captured.compile_seconds = time.perf_counter() - started
+        if weights is not None:
+            states = [i for i, z in enumerate(program.state) if z.data_ptr() == weights.data_ptr()]
+            places = [*states, *(len(program.state) + i for i in places)]
+        captured.check_seconds = _checked(captured, inputs, places)
+        if on_gpu if graph is None else graph:
+            captured.record(inputs, restore, pool)
+    return captured
+
+
+def _checked(captured: Captured, inputs: Sequence[Tensor], places: Sequence[int]) -> float:
+    """Checks the compiled program; gives the seconds that this took."""
+    program = captured.program
+    if any(is_random(node) for node in program.plain.graph.nodes):  # no step of three passes: it has no seed
+        return 0.0
+    values = [*program.state, *inputs]
+    try:
+        return check(program.plain, captured.run, values, places[0] if places else None)
+    except CaptureError as error:
+        raise CaptureError(
+            str(error), step_seconds=_seconds(lambda: captured.run([z.clone() for z in values]))
+        ) from error
+    except torch.OutOfMemoryError:
+        text = "there is not enough memory to compare the compiled step with a float64 reference: it is used unchecked"
+        warnings.warn(text, UncheckedWarning, stacklevel=2)
+        return 0.0
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    """The time of one run, after others."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    with torch.no_grad():
+        run()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def _on_device_of(inputs: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """CUDA's streams and graphs are the current device's."""
+    device = next((z.device for z in inputs if z.is_cuda), None)
+    return contextlib.nullcontext() if device is None else torch.cuda.device(device)

@@ -1,0 +1,323 @@
+"""Whether a compiled step may be used: a check, at capture, that can tell rounding from error.
+
+Compilers have bugs, and so may the rewrites before them. Results in low precision differ from run to run by more than
+many a bug would change, so no fixed tolerance serves. The check therefore runs the traced graph three times:
+
+    reference   every operation in float64, as far as it has one
+    eager       operation by operation, in the step's own precision
+    compiled    the program that is to be used
+
+and compares the last two with the first, output by output. The program is refused when its error is several times that
+of the eager run, or when it is not finite where the reference is. Three figures are taken of every output z:
+
+    error   |z - ref| / |ref|
+    row     the largest such error among the rows of z, relative to a row of average size
+    slope   <z - ref, ref> / |ref|², in which rounding averages out: a factor of 1.1 stands out from larger errors
+
+Gradients are affine in the weights of the two terms, g = back * B + third * T, and T is usually far smaller than B. So
+the programs run at third = 0 and at third = k, with k such that k T is `AMPLIFIED` times as large as back * B, and
+back * B and k T, the difference, are compared each by itself. What a step writes to (running statistics) is compared by
+how far it moved.
+
+One eager run is one draw of rounding errors. Where a net magnifies them (a batch norm over three numbers) another draw
+may be ten times as large, so a program is refused only after further eager runs, on values that differ by one rounding
+error, have not come close to its figures either.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, map_arg
+
+from .._torch_compat import aten_log_softmax, aten_softmax, tree_map
+from ..errors import CaptureError, UncheckedWarning, warn_caller
+from ..numerics.precision import HALF
+
+TIMES = 5  # a compiled error of more than so many times the eager one is refused
+NUDGES = 4  # further eager runs, before a program is refused, on values that differ by one rounding error
+AMPLIFIED = 10  # by so much the third term is larger than the first one while it is compared
+_SMALL = 0.01  # a third term of less than this part of the first one is measured against the first
+# Entries of less than this part of those of the median output are measured against them: they may be zero but for
+# rounding, as the gradient of a bias before a batch norm is.
+_ZERO = 1e-3
+_HOPELESS = 0.5  # an eager error of this size: the output has no digits in this precision that could be compared
+_DOUBLE = 1e-10  # in float64: far more than rounding, far less than a fault
+
+_aten, _ours = torch.ops.aten, torch.ops.threepass
+Run = Callable[[list[Tensor]], Sequence[Tensor]]  # takes a graph's inputs, may write to the list and to its tensors
+
+
+class Figures(NamedTuple):
+    """Of one output, against the reference."""
+
+    error: float
+    row: float
+    slope: float
+
+
+def check(graph: GraphModule, run: Run, values: Sequence[Tensor], weights: int | None = None) -> float:
+    """Raises a `CaptureError` if `run`, compiled from the graph, is wrong; gives the seconds that this took.
+
+    Args:
+        graph: functional, but for copies to its inputs at the end.
+        run: the compiled program.
+        values: the graph's inputs; they are copied, not written to.
+        weights: which of them holds (back, third), as the first two entries of its last dimension.
+    """
+    began = time.perf_counter()
+    epsilon = epsilon_of(graph)
+
+    def eager(values: list[Tensor]) -> Sequence[Tensor]:
+        return Interpreter(graph).run(*values)
+
+    def reference(values: list[Tensor]) -> Sequence[Tensor]:
+        if epsilon == _DOUBLE:
+            return eager(values)
+        values[:] = map(_wide, values)
+        return InDouble(graph).run(*values)
+
+    references = _terms(graph, reference, values, weights)
+    k = _amplification(*references) if weights is not None else 1.0
+    compiled = _terms(graph, run, values, weights, k)
+    parts = [Part("", references[0], compiled[0], epsilon)]
+    if weights is not None:
+        back, third = references
+        sizes = [_SMALL * _norm([b]) for b in back]
+        parts = [
+            Part("backpropagation's part of ", back, compiled[0], epsilon),
+            Part("the third pass's part of ", [t * k for t in third], compiled[1], epsilon, sizes),
+        ]
+    for part, found in zip(parts, _terms(graph, eager, values, weights, k), strict=True):
+        part.compare_with(found)
+    for seed in range(NUDGES) if any(part.worst()[0] > 1 for part in parts) else ():
+        nudged = _nudged(values, epsilon, seed, but=weights)
+        for part, found in zip(parts, _terms(graph, eager, nudged, weights, k), strict=True):
+            part.compare_with(found)
+    for part in parts:
+        part.judge()
+    return time.perf_counter() - began
+
+
+def _amplification(back: Sequence[Tensor], third: Sequence[Tensor]) -> float:
+    """k, such that k T is `AMPLIFIED` times as large as B, over the outputs that have a T: the gradients."""
+    moving = [(b, t) for b, t in zip(back, third, strict=True) if _norm([t]) > 0]
+    if not moving:
+        return 1.0
+    k = AMPLIFIED * _norm([b for b, _ in moving]) / _norm([t for _, t in moving])
+    return k if 1e-30 < k < 1e30 else 1.0
+
+
+def _nudged(values: Sequence[Tensor], epsilon: float, seed: int, but: int | None) -> list[Tensor]:
+    """The values, each entry multiplied by 1 +- epsilon at random: a change of the size of one rounding error."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def nudge(z: Tensor) -> Tensor:
+        signs = torch.randint(2, z.shape, generator=generator).to(z.device) * 2 - 1
+        return z * (1 + epsilon * signs).to(z.dtype)
+
+    return [nudge(z) if z.is_floating_point() and i != but else z for i, z in enumerate(values)]
+
+
+def epsilon_of(graph: GraphModule) -> float:
+    """The rounding error of the lowest precision that the graph computes in; of float64, what is far from any error."""
+    values = [node.meta.get("val") for node in graph.graph.nodes]
+    tensors = [z for z in values if isinstance(z, Tensor) and z.is_floating_point()]
+    formats = {z.dtype for z in tensors}
+    if formats & set(HALF):
+        return 2.0**-9
+    if torch.float32 not in formats:
+        return _DOUBLE
+    tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+    return 2.0**-12 if tf32 and any(z.is_cuda for z in tensors) else 2.0**-24
+
+
+def _terms(
+    graph: GraphModule, run: Run, values: Sequence[Tensor], weights: int | None, k: float = 1.0
+) -> list[list[Tensor]]:
+    """back * B and k T of every output; without weights, the outputs as they are."""
+    if weights is None:
+        return [_outcome(graph, run, values)]
+    back, both = (_outcome(graph, run, values, weights, third) for third in (0.0, k))
+    return [back, [z - b for z, b in zip(both, back, strict=True)]]
+
+
+def _outcome(graph: GraphModule, run: Run, values: Sequence[Tensor], weights: int | None = None, third: float = 0.0):
+    """The floating-point tensors that a run returns, and how far it moves each input that it writes to, in float64."""
+    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    written = [any(user.target is _aten.copy_.default and user.args[0] is n for user in n.users) for n in places]
+    before = list(values)
+    values = [z.clone() if written[i] or i == weights else z for i, z in enumerate(values)]
+    if weights is not None:
+        values[weights][..., 1] = third
+    with torch.no_grad():
+        outputs = [_wide(z) for z in run(values) if z.is_floating_point() or z.is_complex()]
+    moved = [_wide(z) - _wide(b) for z, b, changes in zip(values, before, written, strict=True) if changes]
+    return [torch.view_as_real(z) if z.is_complex() else z.double() for z in (*outputs, *moved)]
+
+
+def _wide(z: Tensor) -> Tensor:
+    if z.is_floating_point():
+        return z.double()
+    return z.to(torch.complex128) if z.is_complex() else z
+
+
+class Part:
+    """A part of the outputs (backpropagation's, or the third pass's): the reference's, the compiled and eager ones.
+
+    sizes: what the errors of an output are measured against where the reference is smaller.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        reference: Sequence[Tensor],
+        compiled: Sequence[Tensor],
+        epsilon: float,
+        sizes: Sequence[float] | None = None,
+    ):
+        entries = sorted(_norm([ref]) / math.sqrt(max(1, ref.numel())) for ref in reference)
+        typical = entries[len(entries) // 2] if entries else 0.0
+        floors = [_ZERO * typical * math.sqrt(ref.numel()) for ref in reference]
+        self.name, self.reference, self.epsilon = name, reference, epsilon
+        self.sizes = list(map(max, sizes or floors, floors))
+        self.compiled = self._figures(compiled)
+        self.eager: list[Figures] = []
+
+    def _figures(self, outputs: Sequence[Tensor]) -> list[Figures]:
+        return [figures(z, ref, size) for z, ref, size in zip(outputs, self.reference, self.sizes, strict=True)]
+
+    def compare_with(self, outputs: Sequence[Tensor]) -> None:
+        """Takes the outputs of an eager run; of several runs the largest figures count."""
+        found = self._figures(outputs)
+        if self.eager:
+            found = [Figures(*map(max, zip(e, f, strict=True))) for e, f in zip(self.eager, found, strict=True)]
+        else:
+            self.unknown = sum(
+                not (_is_finite(z) and _is_finite(r)) for z, r in zip(outputs, self.reference, strict=True)
+            )
+        self.eager = found
+
+    def worst(self) -> tuple[float, int, str]:
+        """The largest of the compiled figures as a multiple of what is allowed, with its output and its name."""
+        for i, (e, c) in enumerate(zip(self.eager, self.compiled, strict=True)):
+            if math.isfinite(e.error) and not math.isfinite(c.error):
+                return math.inf, i, "error"
+        sizes = [ref.numel() for ref in self.reference]
+        return max(excesses(self.eager, self.compiled, sizes, self.epsilon), default=(0.0, 0, ""))
+
+    def judge(self) -> None:
+        """Raises a `CaptureError` for the worst output whose compiled figures are too far from the eager ones."""
+        if self.unknown:
+            warn_caller(
+                f"{self.unknown} of {len(self.eager)} outputs of the compiled step could not be checked, because the "
+                "eager step or the float64 reference is not finite there",
+                UncheckedWarning,
+            )
+        excess, i, name = self.worst()
+        if math.isinf(excess):
+            raise CaptureError(f"{self.name}output {i} of the compiled step is not finite, where the eager step's is")
+        if excess > 1:
+            ours, theirs = getattr(self.eager[i], name), getattr(self.compiled[i], name)
+            raise CaptureError(
+                f"the compiled step is wrong in {self.name}output {i}, of shape {tuple(self.reference[i].shape)}: its "
+                f"{name} against a float64 reference is {theirs:.1e}, and the eager step's {ours:.1e}"
+            )
+
+
+def excesses(
+    ours: Sequence[Figures], theirs: Sequence[Figures], sizes: Sequence[int], epsilon: float
+) -> list[tuple[float, int, str]]:
+    """Of each output and figure, the compiled one as a multiple of what the eager ones allow.
+
+    That is several times the eager figure of this output or, because one alone may be small by luck, of all together.
+    """
+    known = [f for f in ours if f.error < _HOPELESS]
+    usual = Figures(*(math.sqrt(sum(getattr(f, name) ** 2 for f in known) / max(1, len(known))) for name in _NAMES))
+    found = []
+    for i, (e, c, size) in enumerate(zip(ours, theirs, sizes, strict=True)):
+        if not math.isfinite(e.error):
+            continue
+        spread = e.error / math.sqrt(max(1, size))
+        allowed = {"error": (e.error, usual.error), "row": (e.row, usual.row), "slope": (e.slope, usual.slope, spread)}
+        for name, values in allowed.items():
+            limit = TIMES * (max(values) + 4 * epsilon) if e.error < _HOPELESS else 100.0 * max(1.0, e.error)
+            found.append((getattr(c, name) / limit, i, name))
+    return found
+
+
+_NAMES = ("error", "row", "slope")
+
+
+def figures(z: Tensor, reference: Tensor, size: float) -> Figures:
+    """size: what the error is measured against if the reference is smaller. Where both are not finite, nothing is."""
+    both = ~(torch.isfinite(z) | torch.isfinite(reference))
+    z, reference = z.masked_fill(both, 0.0), reference.masked_fill(both, 0.0)
+    scale = max(_norm([reference]), size)
+    if scale == 0:
+        scale = 1.0 if _norm([z]) > 0 else math.inf
+    difference = z - reference
+    rows = difference.flatten(1).norm(dim=1) if z.dim() > 1 else difference.norm()
+    slope = abs(float((difference * reference).sum())) / scale**2
+    return Figures(_norm([difference]) / scale, float(rows.max()) * math.sqrt(rows.numel()) / scale, slope)
+
+
+def _is_finite(z: Tensor) -> bool:
+    return bool(torch.isfinite(z).all())
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return math.sqrt(sum(float(z.square().sum()) for z in tensors))
+
+
+class InDouble(Interpreter):
+    """Runs a graph with every floating-point value in float64.
+
+    An operation that has no float64 (fused attention, a kernel of our own) runs as it is, on rounded operands.
+    """
+
+    def run_node(self, node: Any) -> Any:
+        if node.op != "call_function":
+            return super().run_node(node)
+        if node.target is _ours.round.default:
+            return self.env[node.args[0]]
+        if node.target is not _aten.view.dtype and not _is_fused_attention(node.target):
+            args, kwargs = tree_map(_in_double, self.fetch_args_kwargs_from_env(node))
+            if node.target in _HALF_TO_FLOAT:
+                args = (*args[:2], False)
+            try:
+                return node.target(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # whatever a library raises for an unknown format
+                pass
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: _like(self.env[n], n.meta.get("val")))
+        return tree_map(_wide_if_tensor, node.target(*args, **kwargs))
+
+
+def _is_fused_attention(target: Any) -> bool:
+    """cuDNN's attention takes float64 without an error and returns NaN; the others have no float64."""
+    return "scaled_dot_product" in str(target)
+
+
+_HALF_TO_FLOAT = (aten_softmax.default, aten_log_softmax.default)  # their last argument is for half formats
+
+
+def _in_double(z: Any) -> Any:
+    return torch.float64 if isinstance(z, torch.dtype) and z.is_floating_point else z
+
+
+def _wide_if_tensor(z: Any) -> Any:
+    return _wide(z) if isinstance(z, Tensor) else z
+
+
+def _like(value: Any, example: Any) -> Any:
+    """A value in the formats that the node had in the step itself."""
+    if isinstance(value, Tensor) and isinstance(example, Tensor):
+        return value.to(example.dtype)
+    if isinstance(value, (tuple, list)) and isinstance(example, (tuple, list)):
+        return type(value)(map(_like, value, example))
+    return value

@@ -1,0 +1,478 @@
+"""What a captured step depends on besides the contents of tensors, found by walking the model and the loss.
+
+A `Dependencies` object describes the same things twice:
+
+    items      {path: hashable value}: compares two states of a model, and names what changed between them
+    hold()     a quick look at the same objects, in a few C-speed comparisons: is everything as it was?
+
+What is walked: modules with all of their attributes, parameters, buffers and hooks; functions with their closures,
+default arguments and the globals that their code names; partials and bound methods; lists, dicts, sets and tuples; and
+of other objects one level of attributes. Tensors, modules, functions and hooks are compared by identity, numbers,
+strings and containers by value.
+"""
+
+import functools
+import sys
+import types
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from enum import Enum
+from itertools import chain
+from operator import attrgetter, getitem, is_, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._torch_compat import (
+    GLOBAL_HOOKS,
+    MODULE_HOOK_FLAGS,
+    MODULE_HOOKS,
+    MODULE_MEMBERS,
+    MODULE_OTHERS,
+    TensorGuards,
+    kernel_switches,
+    number_of_function_modes,
+)
+
+PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, Enum, range,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+_LARGEST = 10_000  # elements of a container; a larger one (a data set) is compared by identity and length alone
+_DEEPEST = 2  # objects within objects
+
+_METADATA = frozenset(
+    ("in_channels", "out_channels", "in_features", "out_features")
+)  # that PyTorch's layers only print
+_WALKED = frozenset((*MODULE_HOOKS, *MODULE_MEMBERS, *MODULE_HOOK_FLAGS, *MODULE_OTHERS))
+
+_contents = attrgetter("cell_contents")
+_defaults = attrgetter("__defaults__", "__kwdefaults__")
+
+
+class Same:
+    """Equal to itself alone; keeps the object alive, so that no other gets its address."""
+
+    __slots__ = ("object",)
+
+    def __init__(self, object: Any):
+        self.object = object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.object is other.object
+
+    def __hash__(self) -> int:
+        return id(self.object)
+
+
+class TensorItem(NamedTuple):
+    tensor: Same
+    pointer: int | None
+    shape: torch.Size
+    stride: tuple[int, ...] | None
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    inference: bool
+
+
+class Attribute(NamedTuple):
+    """A plain attribute of a module that holds, or held, a tensor."""
+
+    module: nn.Module
+    name: str
+
+
+class Dependencies:
+    """The model and the loss as they are now; `ignored` names attributes of modules that do not count."""
+
+    def __init__(self, roots: Mapping[str, Any], ignored: Mapping[nn.Module, set[str]]):
+        self._ignored = ignored
+        self.items: dict[str, Hashable] = {}
+        self.attributes: dict[str, Attribute] = {}
+        self._paths: dict[int, str] = {}  # of what was walked already
+        self._alive: list[Any] = []  # and that itself, so that its address stays its own
+        self._kept: list[tuple[dict[str, Any], dict[str, Any], bool]] = []
+        self._fields: dict[tuple[str, ...], list[Any]] = defaultdict(list)  # names -> the dicts that have them
+        self._slots: dict[tuple[str, ...], list[Any]] = defaultdict(list)
+        self._modules: list[nn.Module] = []
+        self._sized: list[Any] = []
+        self._empty: list[Any] = []
+        self._filled: list[dict[Any, Any]] = []
+        self._containers: list[Any] = []
+        self._mixed: list[Iterable[Any]] = []  # containers of more than plain values
+        self._cells: list[Any] = []
+        self._functions: list[Any] = []
+        self._owners: list[Any] = []  # dicts, and the names in them under which tensors lie
+        self._owned: list[str] = []
+        self._tensors: list[Tensor] = []
+
+        self.flags = flags()
+        for root, value in roots.items():
+            self._add(root, value)
+        for name, hooks in zip(MODULE_HOOKS, GLOBAL_HOOKS, strict=True):
+            self._hooks(f"torch.nn.modules.module._global{name}", hooks)
+        self._remember()
+
+    def _remember(self) -> None:
+        """Takes down what `hold` compares with."""
+        self._groups: list[tuple[Any, list[Any]]] = [
+            *((itemgetter(*names), dicts) for names, dicts in self._fields.items() if names),
+            *((attrgetter(*names), objects) for names, objects in self._slots.items()),
+        ]
+        self._values = [[*map(get, owners)] for get, owners in self._groups]
+        self._types = [*map(type, self._modules)]
+        self._sizes = [*map(len, self._sized)]
+        self._copies = [*map(_copied, self._containers)]
+        self._identities = [*self._identified()]
+        self._cell_values = [*map(_contents, self._cells)]
+        self._function_defaults = [*map(_defaults, self._functions)]
+        self._pointers = [*map(Tensor.data_ptr, self._tensors)]
+        sizes: Any = [list(z.shape) for z in self._tensors]
+        strides: Any = [list(z.stride()) for z in self._tensors]
+        self._guards = TensorGuards(*self._tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+    def hold(self) -> bool:
+        """Whether nothing has changed. May say no where the full description is the same; never the other way round.
+
+        Comparisons of lists take elements that are the same object for equal without looking at them.
+        """
+        try:
+            return (
+                flags() == self.flags
+                and not any(self._empty)
+                and [*map(len, self._sized)] == self._sizes
+                and [*map(type, self._modules)] == self._types
+                and all(map(is_, self._identified(), self._identities))
+                and all([*map(get, owners)] == v for (get, owners), v in zip(self._groups, self._values, strict=True))
+                and self._containers == self._copies
+                and [*map(_defaults, self._functions)] == self._function_defaults
+                and [*map(Tensor.data_ptr, self._tensors)] == self._pointers
+                and self._guards.check(*self._tensors)
+            )
+        except Exception:  # an attribute is gone, or values cannot be compared
+            return False
+
+    def _identified(self) -> Iterator[Any]:
+        members = chain.from_iterable(map(dict.values, self._filled))
+        elements = chain.from_iterable([*z.values()] if isinstance(z, dict) else z for z in self._mixed)
+        return chain(members, map(getitem, self._owners, self._owned), map(_contents, self._cells), elements)
+
+    def restore(self) -> None:
+        """Puts attributes, closures' variables and the contents of containers back, where they are others now."""
+        for fields, before, whole in self._kept:
+            for name in [n for n in fields if n not in before and n not in _WALKED] if whole else ():
+                del fields[name]
+            for name, value in before.items():
+                if fields.get(name, fields) is not value:
+                    fields[name] = value
+        for cell, value in zip(self._cells, self._cell_values, strict=True):
+            cell.cell_contents = value
+        for container, contents in zip(self._containers, self._copies, strict=True):
+            container.clear()
+            (container.update if isinstance(container, (dict, set)) else container.extend)(contents)
+
+    def _add(self, path: str, value: Any, names: frozenset[str] | None = None, depth: int = 0) -> None:
+        """Describes a value under its path. names: of the attributes that matter, where it is some object; None: all"""
+        if isinstance(value, PLAIN):
+            self.items[path] = _plain(value)
+        elif isinstance(value, Tensor):
+            self._tensor(path, value)
+        elif isinstance(value, tuple) and all(type(v) is int for v in value):
+            self.items[path] = (tuple, tuple(value))
+        elif id(value) in self._paths:
+            self.items[path] = ("as", self._paths[id(value)])
+        else:
+            if not isinstance(value, types.MethodType):  # made anew whenever somebody asks for it
+                self._paths[id(value)] = path
+            self._alive.append(value)
+            self._composite(path, value, names, depth)
+
+    def _composite(self, path: str, value: Any, names: frozenset[str] | None, depth: int) -> None:
+        match value:
+            case nn.Module():
+                self._module(path, value)
+            case types.FunctionType():
+                self._function(path, value)
+            case types.MethodType():
+                self._method(path, value, depth)
+            case functools.partial():
+                self.items[path] = functools.partial
+                self._add(f"{path}.func", value.func, names, depth)
+                self._add(f"{path}.args", value.args, names, depth)
+                self._add(f"{path}.keywords", value.keywords, names, depth)
+            case slice():
+                self._add(path, (slice, value.start, value.stop, value.step), names, depth)
+            case tuple() | frozenset():
+                self._elements(path, value, names, depth)
+            case list() | dict() | set() | deque():
+                self._container(path, value, names, depth)
+            case staticmethod() | classmethod():
+                self._add(path, value.__func__)
+            case property():
+                self._add(path, value.fget)
+            case types.ModuleType():
+                self._python_module(path, value, names)
+            case type() | types.BuiltinFunctionType():
+                self.items[path] = Same(value)
+            case _:
+                self._object(path, value, names, depth)
+
+    def _tensor(self, path: str, z: Tensor) -> None:
+        try:
+            pointer, stride = z.data_ptr(), z.stride()
+        except RuntimeError:  # sparse, or without a storage
+            pointer, stride = None, None
+        self.items[path] = TensorItem(
+            Same(z), pointer, z.shape, stride, z.dtype, z.device, z.requires_grad, z.is_inference()
+        )
+        if id(z) not in self._paths and pointer is not None:
+            self._tensors.append(z)
+        self._paths[id(z)] = path
+
+    def _module(self, path: str, module: nn.Module) -> None:
+        self.items[path] = (Same(module), Same(type(module)))
+        self._modules.append(module)
+        if isinstance(module, torch.jit.ScriptModule):  # takes no hooks and no new attributes
+            self._slots[("training",)].append(module)
+            self.items[f"{path}.training"] = module.training
+            for name, z in chain(module.named_parameters(), module.named_buffers()):
+                self._add(f"{path}.{name}", z)
+            return
+        names = self._class(type(module))
+        fields = module.__dict__
+        left_out = _WALKED | self._ignored.get(module, set())
+        if type(module).__module__.startswith("torch.nn."):
+            left_out |= _METADATA
+        self._attributes(path, fields, [n for n in fields if n not in left_out], names, 0, module, whole=True)
+        for kind in MODULE_MEMBERS:
+            members = fields[kind]
+            self._entries(members)
+            for name, member in members.items():
+                self._add(f"{path}.{name}", member)
+        for kind in MODULE_HOOKS:
+            self._hooks(f"{path}.{kind.strip('_')}", fields[kind])
+        flagged = [fields[kind].keys() for kind in MODULE_HOOK_FLAGS if fields[kind]]
+        if flagged:
+            self.items[f"{path}.hooks"] = tuple(map(tuple, flagged))
+
+    def _hooks(self, path: str, hooks: dict[int, Any]) -> None:
+        self._entries(hooks)
+        for i, hook in enumerate(hooks.values()):
+            self._add(f"{path}[{i}]", hook)
+            self.items[f"{path}[{i}] itself"] = Same(hook)
+
+    def _entries(self, entries: dict[Any, Any]) -> None:
+        """A dict whose values are compared by identity."""
+        (self._filled if entries else self._empty).append(entries)
+        if entries:
+            self._sized.append(entries)
+
+    def _attributes(
+        self,
+        path: str,
+        fields: Any,
+        chosen: list[str],
+        names: frozenset[str] | None,
+        depth: int,
+        module: nn.Module | None = None,
+        whole: bool = False,
+    ) -> None:
+        """The entries of a `__dict__`, or of the like of it; whole: a new one is a change too."""
+        compared = []
+        if whole:
+            self._sized.append(fields)
+        if isinstance(fields, dict):
+            self._kept.append((fields, {name: fields[name] for name in chosen}, whole))
+        for name in chosen:
+            value = fields[name]
+            if isinstance(value, Tensor):
+                self._owners.append(fields)
+                self._owned.append(name)
+            else:
+                compared.append(name)
+            if module is not None:
+                self.attributes[f"{path}.{name}"] = Attribute(module, name)
+            self._add(f"{path}.{name}", value, names, depth)
+        self._fields[tuple(compared)].append(fields)
+
+    def _class(self, cls: type) -> frozenset[str] | None:
+        """Walks a user's class; returns the names in its methods' code, None for classes of libraries."""
+        bases = [base for base in cls.__mro__ if not is_library(base.__module__)]
+        for base in bases:
+            path = f"class {base.__qualname__}"
+            if id(base) not in self._paths:
+                self._paths[id(base)] = path
+                chosen = [n for n, v in vars(base).items() if isinstance(v, (*PLAIN, *_CODE, Tensor)) and _is_own(n)]
+                self._attributes(path, vars(base), chosen, None, 0)
+        functions = (f for base in bases for v in vars(base).values() if (f := _unwrapped(v)))
+        codes = (f.__code__ for f in functions if isinstance(f, types.FunctionType))
+        return frozenset().union(*map(names_in, codes)) if bases else None
+
+    def _function(self, path: str, f: types.FunctionType) -> None:
+        self.items[path] = Same(f)
+        if is_library(f.__module__ or ""):
+            return
+        self._functions.append(f)
+        names = names_in(f.__code__)
+        self._add(f"{path} defaults", f.__defaults__, names)
+        self._add(f"{path} defaults by name", f.__kwdefaults__, names)
+        if f.__dict__:
+            self._add(f"{path} attributes", f.__dict__, names)
+        for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # assigned later
+                continue
+            self._cells.append(cell)
+            self._add(f"{path}: {name}", value, names)
+        self._globals(f, names)
+
+    def _globals(self, f: types.FunctionType, names: frozenset[str]) -> None:
+        chosen = [n for n in sorted(names) if n in f.__globals__ and _is_watched(f.__globals__[n])]
+        self._attributes(f"{f.__module__}", f.__globals__, chosen, names, 0)
+
+    def _python_module(self, path: str, module: types.ModuleType, names: frozenset[str] | None) -> None:
+        self.items[path] = Same(module)
+        if not is_library(module.__name__):
+            chosen = [n for n in sorted(names or ()) if n in vars(module) and _is_watched(vars(module)[n])]
+            self._attributes(module.__name__, vars(module), chosen, names, 0)
+
+    def _method(self, path: str, method: types.MethodType, depth: int) -> None:
+        self.items[path] = types.MethodType
+        self._add(f"{path}.__func__", method.__func__)
+        code = getattr(method.__func__, "__code__", None)
+        self._add(f"{path}.__self__", method.__self__, None if code is None else names_in(code), depth)
+
+    def _elements(self, path: str, values: Iterable[Any], names: frozenset[str] | None, depth: int) -> None:
+        ordered = sorted(values, key=repr) if isinstance(values, (set, frozenset)) else [*values]
+        self.items[path] = (type(values), len(ordered))
+        for i, value in enumerate(ordered):
+            self._add(f"{path}[{i}]", value, names, depth)
+
+    def _container(self, path: str, container: Any, names: frozenset[str] | None, depth: int) -> None:
+        if len(container) > _LARGEST:
+            self._sized.append(container)
+            self.items[path] = (Same(container), len(container))
+            return
+        self._containers.append(container)
+        values = [*container.values()] if isinstance(container, dict) else [*container]
+        if not all(isinstance(v, PLAIN) for v in values):
+            self._mixed.append(container)
+        if isinstance(container, dict):
+            self._elements(f"{path} keys", container.keys(), names, depth)
+        self._elements(path, container.values() if isinstance(container, dict) else container, names, depth)
+
+    def _object(self, path: str, value: Any, names: frozenset[str] | None, depth: int) -> None:
+        """Some object: one level of its attributes, and of the methods among `names` what their code names."""
+        self.items[path] = (Same(value), Same(type(value)))
+        if depth >= _DEEPEST:
+            return
+        if names is None and callable(value):
+            self._class(type(value))
+        names = names if names is None else _with_methods(type(value), names)
+        fields = getattr(value, "__dict__", None)
+        if isinstance(fields, dict):
+            chosen = [n for n in fields if names is None or n in names]
+            self._attributes(path, fields, chosen, names, depth + 1, whole=names is None)
+        for name in names or ():
+            if isinstance(f := _unwrapped(getattr(type(value), name, None)), types.FunctionType):
+                self._add(f"{path}.{name}", f)
+        if not is_library(type(value).__module__):
+            slots = [n for base in type(value).__mro__ for n in getattr(base, "__slots__", ()) if hasattr(value, n)]
+            if slots:
+                self._slots[tuple(slots)].append(value)
+            for name in slots:
+                self._add(f"{path}.{name}", getattr(value, name), names, depth + 1)
+
+
+_CODE = (types.FunctionType, staticmethod, classmethod, property)
+
+
+def flags() -> tuple[Hashable, ...]:
+    """The switches of PyTorch that change what a step computes, or by which kernels."""
+    return (
+        torch.is_autocast_enabled("cuda"),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cuda"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+        torch.get_default_dtype(),
+        torch.is_inference_mode_enabled(),
+        *kernel_switches(),
+        number_of_function_modes() and str(torch.get_default_device()),
+    )
+
+
+@functools.cache
+def is_library(module: str) -> bool:
+    """Whether code of this module is PyTorch's, Python's, ours, or otherwise installed: it does not change."""
+    root = module.partition(".")[0]
+    if root in ("torch", "threepass") or root in sys.stdlib_module_names:
+        return root != "__main__"
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
+
+
+@functools.lru_cache(4096)
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """The globals and attributes that a function's code names, functions inside it included."""
+    inner = (names_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
+def _with_methods(cls: type, names: frozenset[str]) -> frozenset[str]:
+    """`names`, and those in the code of the methods of cls that are among them."""
+    found: frozenset[str] = frozenset()
+    while found != names:
+        found = names
+        methods = (_unwrapped(getattr(cls, n, None)) for n in found)
+        codes = [f.__code__ for f in methods if isinstance(f, types.FunctionType) and not is_library(f.__module__)]
+        names = found.union(*map(names_in, codes))
+    return names
+
+
+def _unwrapped(value: Any) -> Any:
+    if isinstance(value, (staticmethod, classmethod)):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value
+
+
+def _is_own(name: str) -> bool:
+    return name == "__call__" or not name.startswith("__")
+
+
+def _is_watched(value: Any) -> bool:
+    """Of the globals that code names: everything that is no class, built-in or part of a library."""
+    if isinstance(value, (type, types.BuiltinFunctionType)):
+        return False
+    if isinstance(value, types.ModuleType):
+        return not is_library(value.__name__)
+    return not (isinstance(value, types.FunctionType) and is_library(value.__module__ or ""))
+
+
+def _plain(value: Any) -> Hashable:
+    return type(value), value.hex() if isinstance(value, float) else value
+
+
+def _copied(container: Any) -> Any:
+    kind = next(kind for kind in (dict, list, set, deque) if isinstance(container, kind))
+    return kind(container)
+
+
+def in_words(item: Any) -> str:
+    """An item of `Dependencies.items`, for messages."""
+    match item:
+        case TensorItem():
+            return f"a tensor of shape {tuple(item.shape)}"
+        case (type() as kind, str() as value) if kind is float:
+            return repr(float.fromhex(value))
+        case (type(), value):
+            return repr(value)
+        case Same() | (Same(), *_):
+            return "another object"
+        case None:
+            return "nothing"
+        case _:
+            return "something else"

@@ -1,0 +1,50 @@
+"""A traced step as a functional program: no operation in it writes to a tensor that another one reads.
+
+`make_fx` records what ran, writes included: a batch norm moves its running statistics, a hook changes an error in
+place, an activation is written over its input. `functional` traces the graph once more, on fake tensors and through
+PyTorch's functionalisation, so that every node is a value. What the step writes to outside itself (buffers) is written
+by `copy_` nodes at the very end of the graph. So the rewrites of a captured step may move, merge and recompute nodes
+without a look at memory.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+
+from .._torch_compat import batch_norm_legit, make_fx
+from .rewrite.strides import reshape_instead_of_view
+
+_aten = torch.ops.aten
+
+
+def functional(graph: GraphModule, inputs: Sequence[Tensor]) -> GraphModule:
+    """The graph with its writes to tensors replaced by new values, and one `copy_` for each input that it changes."""
+    declare_statistics(graph.graph)
+    reshape_instead_of_view(graph.graph)  # fake tensors may have other strides than the traced ones had
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    values = torch.func.functionalize(lambda *inputs: graph(*inputs), remove="mutations")
+    traced = make_fx(values, tracing_mode="fake")(*inputs)
+    traced.graph.eliminate_dead_code()
+    return traced
+
+
+def declare_statistics(graph: Graph) -> None:
+    """Batch norms in training mode by the operation whose schema says that it writes to the running statistics.
+
+    `native_batch_norm` and cuDNN's do so without saying it, and would be dropped where nobody reads their output.
+    """
+    for node in list(graph.nodes):
+        if node.target in (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default) and node.args[5]:
+            x, weight, bias, mean, var, training, momentum, eps = node.args[:8]
+            if mean is None:
+                node.target = batch_norm_legit.no_stats
+                node.args = (x, weight, bias, training, momentum, eps)
+            else:
+                node.target = batch_norm_legit.default
+        elif node.target is _aten.cudnn_batch_norm_backward.default:
+            x, d, weight, mean, var, save_mean, save_rstd, eps, _ = node.args
+            node.target = _aten.native_batch_norm_backward.default
+            node.args = (d, x, weight, mean, var, save_mean, save_rstd, True, eps, [True, True, True])

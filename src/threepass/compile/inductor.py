@@ -1,0 +1,54 @@
+"""Compiling a traced program: the graph by Inductor, the kernels of our own that it calls by Triton."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from .._torch_compat import compile_by_inductor, keep_for_inductor
+from .rewrite.graph import is_ours, value_of
+from .rewrite.sums import share_sums, take_sums_early
+from .trace import Program
+
+
+def compiled(program: Program, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    def share(graph: Graph) -> None:
+        share_sums(graph)
+        take_sums_early(graph)
+
+    key = "threepass.sums.2"  # in Inductor's cache on disk: another number for another `share`
+    keep_for_inductor({n.target for n in program.graph.graph.nodes if is_ours(n)})
+    # Combined: a step has dozens of small kernels that do not depend on each other, a microsecond or two each.
+    combined = any(z.is_cuda for z in inputs)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # the user's choice
+        run = compile_by_inductor(program.graph, [*program.state, *inputs], share, key, combined)
+    return lambda values: run(*values)
+
+
+def warm_up(graph: Graph) -> None:
+    """Compiles the kernels that the graph calls, several at a time."""
+    calls = {}
+    for node in graph.nodes:
+        if is_ours(node):
+            calls[str(node.target), str(torch.fx.map_arg((node.args, node.kwargs), _shape))] = node
+
+    def run(node: Any) -> None:
+        node.target(*torch.fx.map_arg(node.args, lambda n: _zeros(value_of(n))))
+
+    if calls:
+        with ThreadPoolExecutor(min(8, len(calls))) as pool:
+            list(pool.map(run, calls.values()))
+
+
+def _zeros(like: Tensor) -> Tensor:
+    """A real tensor in the image of one that may be a tracer's."""
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
+
+
+def _shape(node: Node) -> Any:
+    return tuple(value_of(node).shape), value_of(node).stride(), value_of(node).dtype

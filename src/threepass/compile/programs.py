@@ -1,0 +1,273 @@
+"""The captured programs of one model: found by their signature, captured, counted, and replaced when there are many.
+
+A signature is the state of the model and the loss, the kind of step (options, which terms), and the inputs (shapes,
+dtypes, Python values). All decisions are made by counts, never by times, so that runs can be repeated:
+
+* The first program of a state and kind is captured at once.
+* Other inputs of the same state and kind run eagerly at their first call and are captured at their second, so that a
+  last, smaller batch that comes once does not cost a compilation.
+* At most `max_programs` are kept. A further one replaces the least recently used, once it was called more often than
+  that was used since the model last changed.
+* If the state keeps changing, so that programs are captured and never used again, new states are treated as new inputs
+  are.
+
+What is captured, put off and replaced is logged (`logging.getLogger("threepass")`, level INFO); where steps stay eager,
+there is one warning, or with `compile="require"` a `CaptureError`.
+"""
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from ..errors import CaptureError, reason_of, warn_uncompiled
+from .signature import Signature, State, UnsettledError
+
+MAX_PROGRAMS = 16
+ATTEMPTS = 3  # that fail, or are wasted, before no more are made of their like
+COMPILE = (False, True, "require")
+log = logging.getLogger("threepass")
+
+
+class Program(Protocol):
+    @property
+    def check_seconds(self) -> float: ...
+    @property
+    def graph_bytes(self) -> int | None: ...
+
+
+P = TypeVar("P", bound=Program)
+R = TypeVar("R")
+
+
+class Key(NamedTuple):
+    state: State
+    kind: Hashable
+    inputs: Hashable
+
+
+@dataclass
+class Entry(Generic[P]):
+    """A signature that came: how often, and its program if there is one."""
+
+    key: Key
+    label: str
+    calls: int = 0  # that ran eagerly, or captured it
+    uses: int = 0
+    uses_since_change: int = 0  # of any model state that had no program before
+    seconds: float = 0.0
+    program: P | None = None
+    failed: bool = False
+
+
+def check_compile(value: Any) -> None:
+    if not any(value is known or (isinstance(value, str) and value == known) for known in COMPILE):
+        raise ValueError(f'compile must be False, True or "require", got {value!r}')
+
+
+class Programs(Generic[P]):
+    """Finds or captures the program of a call.
+
+    max_programs: how many are kept; may be set at any time.
+    """
+
+    def __init__(self, signature: Signature, required: bool = False, max_programs: int = MAX_PROGRAMS):
+        self.signature, self.required, self.max_programs = signature, required, max_programs
+        self._entries: OrderedDict[Key, Entry[P]] = OrderedDict()  # the most recently used last
+        self._newest: Entry[P] | None = None
+        self._wasted = self._failed = self._unsettled = 0  # attempts, in a row
+        self._warned: set[str] = set()
+        self._due: CaptureError | None = None
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[P]:
+        return (entry.program for entry in self.entries if entry.program is not None)
+
+    @property
+    def entries(self) -> list[Entry[P]]:
+        """Of the programs, the least recently used first."""
+        return [entry for entry in self._entries.values() if entry.program is not None]
+
+    def reset(self) -> None:
+        """Forgets everything: each signature is captured anew."""
+        self._entries.clear()
+        self._newest, self._due = None, None
+        self._wasted = self._failed = self._unsettled = 0
+        self._warned.clear()
+
+    def find(
+        self,
+        kind: Hashable,
+        inputs: Hashable,
+        make: Callable[[], P],
+        label: Callable[[], str],
+        recurring: bool = False,
+    ) -> P | None:
+        """The program of a call, made now if it is time for that; None: this call runs eagerly, by `eagerly`.
+
+        recurring: these inputs are known to come again, so that they are captured at their first call.
+        """
+        key = Key(self.signature.state(), kind, inputs)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entered(key, label())
+        self._entries.move_to_end(key)
+        if entry.program is None:
+            entry.calls += 1
+            if not self._is_time(entry, recurring):
+                return None
+            self._capture(entry, make)
+        if entry.program is not None:
+            entry.uses += 1
+            entry.uses_since_change += 1
+        return entry.program
+
+    def _entered(self, key: Key, label: str) -> Entry[P]:
+        waiting = [k for k, entry in self._entries.items() if entry.program is None]
+        if len(waiting) > 8 * self.max_programs:  # many inputs that came once
+            del self._entries[waiting[0]]
+        self._entries[key] = Entry(key, label)
+        return self._entries[key]
+
+    def _is_time(self, entry: Entry[P], recurring: bool) -> bool:
+        """Whether a signature without a program is to be captured at this call."""
+        alike = [e for e in self._entries.values() if e.key[:2] == entry.key[:2] and e is not entry]
+        if not self.required and (entry.failed or self._has_failed(entry, alike)):
+            return False
+        if entry.calls == 1 and any(e.program is not None for e in alike) and not recurring:
+            log.info("new inputs, %s: this step runs eagerly, and is captured if they come again", entry.label)
+            return False
+        if entry.calls == 1 and self._wasted >= ATTEMPTS and not any(e.program is not None for e in alike):
+            self._say_what_keeps_changing(entry)
+            return False
+        return self._has_room(entry)
+
+    def _has_failed(self, entry: Entry[P], alike: list[Entry[P]]) -> bool:
+        """Whether so many attempts have failed that this one is left out; programs that are required are tried."""
+        at_each_state = entry.calls == 1 and self._failed >= ATTEMPTS
+        return at_each_state or self._unsettled >= ATTEMPTS or sum(e.failed for e in alike) >= ATTEMPTS
+
+    def _say_what_keeps_changing(self, entry: Entry[P]) -> None:
+        assert self._newest is not None
+        changed = self._newest.key.state.difference(entry.key.state)
+        log.info("the model or the loss changed again, %s: this step runs eagerly", changed)
+        self.refuse(
+            CaptureError(
+                f"the model or the loss keeps changing between calls, in {changed}, and each change would need a "
+                "program of its own. Keep what changes in a tensor, as a buffer, and write to it in place"
+            ),
+            "changing",
+        )
+
+    def _has_room(self, entry: Entry[P]) -> bool:
+        """Makes room for a program, if it may take another one's place."""
+        captured = self.entries
+        if not any(e.key.state == entry.key.state for e in captured):
+            for other in captured:
+                other.uses_since_change = 0
+        while len(captured) >= self.max_programs:
+            oldest = captured.pop(0)
+            if entry.calls <= oldest.uses_since_change:
+                self.refuse(
+                    CaptureError(
+                        f"already captured {self.max_programs} signatures (shapes, dtypes, Python values); further "
+                        "ones run eagerly until one comes more often than the least recently used program. Pad or "
+                        "bucket the inputs to a few lengths, drop the last smaller batch (drop_last=True in "
+                        "DataLoader), or set step.compiled.max_programs higher"
+                    ),
+                    "full",
+                )
+                return False
+            self._drop(oldest)
+        return True
+
+    def _drop(self, entry: Entry[P]) -> None:
+        log.info("the program for %s, used %d times, makes room for another", entry.label, entry.uses)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # its graph may still be running
+        del self._entries[entry.key]
+        entry.program = None
+
+    def _capture(self, entry: Entry[P], make: Callable[[], P]) -> None:
+        began = time.perf_counter()
+        try:
+            program = make()
+        except torch.OutOfMemoryError:
+            raise
+        except UnsettledError as error:
+            self._unsettled += 1
+            if self._unsettled >= ATTEMPTS:
+                self.refuse(error)
+            log.info("this step runs eagerly, and is tried again: %s", error)
+        except Exception as error:
+            entry.failed = True
+            self._failed += 1
+            self.refuse(error)
+        else:
+            entry.program, entry.seconds = program, time.perf_counter() - began
+            self._count_waste(entry)
+            self._failed = self._unsettled = 0
+            self._take_state_again(entry)
+            check = f", {program.check_seconds:.1f} s of them to check it" if program.check_seconds else ""
+            place = f"program {len(self)} of at most {self.max_programs}"
+            log.info("captured %s in %.1f s%s (%s)", entry.label, entry.seconds, check, place)
+
+    def _count_waste(self, entry: Entry[P]) -> None:
+        before, self._newest = self._newest, entry
+        if before is not None:
+            wasted = before.uses == 1 and before.key.state != entry.key.state
+            self._wasted = self._wasted + 1 if wasted else 0
+
+    def _take_state_again(self, entry: Entry[P]) -> None:
+        """Attributes that the step overwrites without reading them count no more since the capture."""
+        key = entry.key._replace(state=self.signature.state())
+        if key != entry.key and not set(key.state.items) >= set(entry.key.state.items):
+            del self._entries[entry.key]
+            entry.key = key
+            self._entries[key] = entry
+
+    def refuse(self, error: Exception, subject: str = "capture") -> None:
+        """Once for each subject: makes a warning due, which `eagerly` gives; raises if programs are required."""
+        if isinstance(error, CaptureError):
+            reason = error
+        else:
+            reason = CaptureError(f"capturing it failed with {reason_of(error)}")
+        if self.required:
+            raise CaptureError(
+                f'compile="require": this step cannot run as a captured program, because {reason_of(reason)}. '
+                "With compile=True it runs eagerly, with the same results",
+                reason.step_seconds,
+            ) from error
+        if subject not in self._warned:
+            self._warned.add(subject)
+            self._due = reason
+
+    def eagerly(self, step: Callable[[], R], device: torch.device) -> R:
+        """Runs a step that has no program; measures it and warns, if a warning is due."""
+        if self._due is None:
+            return step()
+        due, self._due = self._due, None
+        _wait_for(device)
+        began = time.perf_counter()
+        result = step()
+        _wait_for(device)
+        warn_uncompiled(due, time.perf_counter() - began)
+        return result
+
+    def report(self) -> str:
+        """A line for each program: how often it was used, what capturing it took, and for which inputs it is."""
+        waiting = len(self._entries) - len(self)
+        lines = [f"{len(self)} of at most {self.max_programs} programs; {waiting} other signatures ran eagerly"]
+        lines += [f"{e.uses:8d} uses  {e.seconds:6.1f} s  {e.label}" for e in self.entries]
+        return "\n".join(lines)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

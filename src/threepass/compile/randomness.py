@@ -1,0 +1,154 @@
+"""Random numbers of a captured step: every one a hash of its place and of one seed, which is an input of the step.
+
+A compiled step that drew from PyTorch's generators would draw other numbers than the eager one, and could not be
+compared with it. So each operation of a captured graph that draws (dropout, noise) is replaced by arithmetic on the
+positions in its result, a seed of its own, and nothing else. The same goes for the seeds of random rounding
+(`numerics/rounding.py`). Plain integer arithmetic is the same in every precision and in every compiler, it is fused
+with what reads it, and a mask need not be kept in memory.
+
+`precision.seed_op` marks the step's seed in a trace; `seed_draws` gives every draw a seed hashed from it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph
+from torch.library import custom_op
+
+from ..errors import CaptureError
+from .rewrite.graph import call, is_random, put
+
+_aten, _ours = torch.ops.aten, torch.ops.threepass
+
+
+@custom_op("threepass::seeds", mutates_args=())
+def seeds_op(seed: Tensor, count: int) -> Tensor:
+    """`count` seeds, one for each draw."""
+    return _hash(torch.arange(count, device=seed.device, dtype=torch.int32) * -1640531535 + seed)
+
+
+seeds_op.register_fake(lambda seed, count: seed.new_empty(count))
+
+
+def _hash(h: Tensor) -> Tensor:
+    """32 bits that look random, of int32 numbers (whose products wrap); the shifts are of unsigned ones."""
+    h = (h ^ ((h >> 16) & 0xFFFF)) * 0x21F0AAAD
+    h = (h ^ ((h >> 15) & 0x1FFFF)) * -749066857
+    return h ^ ((h >> 15) & 0x1FFFF)
+
+
+def uniform(shape: Sequence[int], seed: Tensor) -> Tensor:
+    """In (0, 1), in float32."""
+    places = torch.arange(math.prod(shape), device=seed.device).to(torch.int32) * -1640531535
+    bits = (_hash(places + seed) >> 9) & 0x7FFFFF
+    return ((bits.to(torch.float32) + 0.5) * 2**-23).view(list(shape))
+
+
+def normal(shape: Sequence[int], seed: Tensor) -> Tensor:
+    """Of mean 0 and variance 1, in float32, by Box and Muller's formula."""
+    radius, angle = uniform(shape, seed), uniform(shape, _hash(seed + 1))
+    return (-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()
+
+
+def _bernoulli(z: Tensor, p: float | Tensor | None = None, *, seed: Tensor, generator: None = None) -> Tensor:
+    return (uniform(z.shape, seed) < (z if p is None else p)).to(z.dtype)
+
+
+def _native_dropout(z: Tensor, p: float, train: bool | None, *, seed: Tensor) -> tuple[Tensor, Tensor]:
+    if train is False:
+        return z.clone(), torch.ones_like(z, dtype=torch.bool)
+    mask = uniform(z.shape, seed) >= p
+    return z * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
+
+
+def _rand(size: Sequence[int], *, seed: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return uniform(size, seed).to(dtype or torch.get_default_dtype())
+
+
+def _randn(size: Sequence[int], *, seed: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return normal(size, seed).to(dtype or torch.get_default_dtype())
+
+
+def _rand_like(z: Tensor, *, seed: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return uniform(z.shape, seed).to(dtype or z.dtype)
+
+
+def _randn_like(z: Tensor, *, seed: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return normal(z.shape, seed).to(dtype or z.dtype)
+
+
+def _uniform(z: Tensor, low: float = 0.0, high: float = 1.0, *, seed: Tensor, generator: None = None) -> Tensor:
+    return (low + (high - low) * uniform(z.shape, seed)).to(z.dtype)
+
+
+def _normal(z: Tensor, mean: float = 0.0, std: float = 1.0, *, seed: Tensor, generator: None = None) -> Tensor:
+    return (mean + std * normal(z.shape, seed)).to(z.dtype)
+
+
+def _exponential(z: Tensor, rate: float = 1.0, *, seed: Tensor, generator: None = None) -> Tensor:
+    return (uniform(z.shape, seed).log() / -rate).to(z.dtype)
+
+
+def _randint(low: int, high: int, size: Sequence[int], *, seed: Tensor, dtype=None, **_: Any) -> Tensor:
+    return (low + (uniform(size, seed).double() * (high - low)).floor()).to(dtype or torch.int64)
+
+
+def _randint_below(high: int, size: Sequence[int], *, seed: Tensor, **kwargs: Any) -> Tensor:
+    return _randint(0, high, size, seed=seed, **kwargs)
+
+
+def _randperm(n: int, *, seed: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return uniform([n], seed).argsort().to(dtype or torch.int64)
+
+
+_DRAWN: dict[Any, Callable[..., Any]] = {
+    _aten.bernoulli.default: _bernoulli,
+    _aten.bernoulli.p: _bernoulli,
+    _aten.bernoulli.Tensor: _bernoulli,
+    _aten.native_dropout.default: _native_dropout,
+    _aten.rand.default: _rand,
+    _aten.randn.default: _randn,
+    _aten.rand_like.default: _rand_like,
+    _aten.randn_like.default: _randn_like,
+    _aten.uniform.default: _uniform,
+    _aten.normal_functional.default: _normal,
+    _aten.exponential.default: _exponential,
+    _aten.randint.default: _randint_below,
+    _aten.randint.low: _randint,
+    _aten.randperm.default: _randperm,
+}
+_SEED_OF = {_ours.mix.default: 3, _ours.round.default: 2}  # the place of the seed among their arguments
+
+
+def seed_draws(graph: Graph) -> bool:
+    """Gives every draw a seed of its own, hashed from the step's; says whether the model or the loss draws any.
+
+    A graph without a step's seed stays as it is.
+    """
+    marks = [node for node in graph.nodes if node.target is _ours.seed.default]
+    drawn = [node for node in graph.nodes if is_random(node)]
+    if not marks:
+        return bool(drawn)
+    unknown = sorted({str(node.target) for node in drawn if node.target not in _DRAWN})
+    if unknown:
+        raise CaptureError(
+            f"the step draws random numbers by {', '.join(unknown)}, which has no form that repeats them; draw them "
+            "outside of the model and the loss, and pass them in x or y"
+        )
+    seeded = [*drawn, *(node for node in graph.nodes if node.target in _SEED_OF)]
+    for i, node in enumerate(seeded):
+        if i == 0:
+            with graph.inserting_before(marks[0]):
+                seeds = call(graph, _ours.seeds.default, (marks[0].args[0], len(seeded)))
+        with graph.inserting_before(marks[0]):
+            seed = call(graph, _aten.select.int, (seeds, 0, i))
+        if node.target in _DRAWN:
+            put(node, _DRAWN[node.target], node.args, {**node.kwargs, "seed": seed})
+        else:
+            node.update_arg(_SEED_OF[node.target], seed)
+    for mark in marks:
+        graph.erase_node(mark)
+    return bool(drawn)

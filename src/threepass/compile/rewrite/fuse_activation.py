@@ -1,0 +1,115 @@
+"""Puts the activations' kernel into a captured step's graph, where an error behind one is summed over rows.
+
+In pass 2, and on exact mode's way back, where it takes the term with f'' along and makes u again for the gradient of
+the weight behind the activation: kept for that since pass 1, u would be an eighth of a ViT's memory.
+
+What GELUs are left, in half formats on a GPU, are written out with one exponential (`half_gelu.py`).
+"""
+
+import functools
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ..._torch_compat import make_fx, to_copy
+from ...kernels import activation
+from ...kernels.activation import half_gelu
+from .graph import call, put, value_of
+from .match import column_sums, is_made_where_read, match, source, widen
+from .recompute import ACTIVATIONS
+
+_aten = torch.ops.aten
+_add, _mul, _mm, _copy = _aten.add.Tensor, _aten.mul.Tensor, _aten.mm.default, to_copy.default
+_FORWARD = {backward: forward for forward, backward in ACTIVATIONS.items()}
+_IN_HALF = {_aten.gelu.default: half_gelu.gelu, _aten.gelu_backward.default: half_gelu.gelu_backward}
+
+
+def fuse_activations(graph: Graph) -> None:
+    for node in list(graph.nodes):
+        if node.target in _FORWARD:
+            _fuse(graph, node)
+    for node in graph.nodes:
+        if node.target in _IN_HALF and not node.kwargs and half_gelu.pays(value_of(node)):
+            put(node, _IN_HALF[node.target], node.args)
+
+
+def _kind(node: Any) -> str:
+    if node.target is _aten.silu_backward.default:
+        return "silu"
+    return "gelu" if node.kwargs.get("approximate", "none") == "none" else "gelu-tanh"
+
+
+def _fuse(graph: Graph, node: Any) -> None:
+    """The call in place of f'(a) r, or of that and f''(a) d t."""
+    r, a = node.args
+    d, t, errors = _bend_behind(node, a) or (None, None, [node])
+    signals = [z for z in (a, r, d, t) if z is not None]
+    sums = [n for e in errors for n in column_sums(e)]
+    fits = activation.fits(*map(value_of, signals)) and value_of(errors[0]).dtype == value_of(a).dtype
+    early = all(z < node for z in signals)
+    if not sums or not early or not fits or any(map(is_made_where_read, signals[1:])):
+        return
+    again = [] if d is None else _made_again(node, a)
+    with graph.inserting_before(node):
+        arguments = (r, a, _kind(node), d, t, bool(again))
+        whole = call(graph, torch.ops.threepass.activation_error.default, arguments)
+        e, total, u = (call(graph, operator.getitem, (whole, i)) for i in range(3))
+    for n in sums:
+        widen(graph, n, total)
+    for n in errors:
+        n.replace_all_uses_with(e)
+    for n in again:
+        _move(n, u)
+
+
+def _bend_behind(node: Any, a: Any) -> tuple[Any, Any, list[Any]] | None:
+    """d, t and the sums e, in the format in which they are read, of which the node is the first term."""
+    total = next(iter(node.users)) if len(node.users) == 1 else None
+    found: dict[str, Any] = {}
+    if total is None or total.kwargs or not match((_add, node, _curve(_kind(node))), total, found, {}):
+        return None
+    if source(found["a"]) is not a:
+        return None
+    readers = list(total.users)
+    narrow = readers and all(n.target is _copy and n.kwargs == {"dtype": value_of(a).dtype} for n in readers)
+    return source(found["d"]), source(found["t"]), readers if narrow else [total]
+
+
+@functools.cache
+def _curve(kind: str) -> tuple[Any, ...]:
+    """What the rule writes for f''(a) d t."""
+    *_, second = activation.KINDS[kind]
+    nodes = make_fx(second)(torch.ones(1)).graph.nodes
+    known: dict[Node, Any] = {}
+    for n in nodes:
+        if n.op == "call_function":
+            known[n] = (n.target, *torch.fx.map_arg(n.args, known.__getitem__))
+        elif n.op == "placeholder":
+            known[n] = "a"
+    (result,) = (n.args[0] for n in nodes if n.op == "output")
+    return (_mul, (_mul, known[result], "t"), "d")
+
+
+def _made_again(node: Any, a: Any) -> list[Any]:
+    """Where u is made for nothing but products that can wait until here."""
+    made = [n for n in a.users if n.target is _FORWARD[node.target] and n.kwargs == node.kwargs]
+    waiting = []
+    for u in made:
+        views = [n for n in u.users if n.target is _aten.view.default]
+        products = [n for view in views for n in view.users]
+        late = all(n.target is _mm and all(node < reader for reader in n.users) for n in products)
+        if views and len(views) == len(u.users) and late and products:
+            waiting.append(u)
+    return waiting
+
+
+def _move(old: Any, u: Node) -> None:
+    """Gives u to old's readers, and puts them behind it."""
+    for view in list(old.users):
+        products = [n for n in view.users if n < u]
+        view.replace_input_with(old, u)
+        u.append(view)
+        for n in products:
+            view.append(n)

@@ -1,0 +1,124 @@
+"""Puts the convolution kernels into a captured step's graph, with the elementwise operations around them.
+
+    pass 1   relu(conv(a) + b)                    forward with relu
+    pass 2   gate of a convolution's input error  backward_input with open
+    pass 3   gate of conv(mix) + b                forward with gate
+             gate of conv(t)                      forward with open
+             the same, and its mix                forward_tangent
+    weights  the product, and the sum of d        backward_weight
+
+Convolutions of more channels than `FEW`, of another kind, or of more than `BARE` channels and with nothing to fuse or
+many pixels, stay with the framework's kernels, which are faster or as fast there; but not those from or to the `THIN`
+channels of an image. `kernels/conv` has these limits.
+"""
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph
+
+from ...kernels import conv
+from ...kernels.batch_norm import rectified
+from ...kernels.conv import LIMITLESS, PIXELS, PIXELS_OF_WEIGHT, THIN, few, is_3x3
+from .gates import gated, marked
+from .graph import call, put, value_of
+from .match import widen
+
+_aten = torch.ops.aten
+_GATES = (marked, _aten.threshold_backward.default)
+
+
+def fuse(graph: Graph) -> None:
+    for node in list(graph.nodes):
+        if node.target is _aten.convolution.default and _fits_forward(node):
+            _fuse_forward(graph, node)
+        elif node.target is _aten.convolution_backward.default and _fits_backward(node):
+            _fuse_backward(graph, node)
+
+
+def _fits_forward(node: Any) -> bool:
+    a, w = value_of(node.args[0]), value_of(node.args[1])
+    return (
+        is_3x3(*node.args[3:9])
+        and conv.fits(node.args[3][0], a, weight=w.shape)
+        and a.dtype == w.dtype
+        and few(w, value_of(node), LIMITLESS if w.shape[1] <= THIN else PIXELS if _gate_behind(node) else 0)
+    )
+
+
+def _fits_backward(node: Any) -> bool:
+    d, a, w = (value_of(z) for z in node.args[:3])
+    mask = list(node.args[10])
+    closed = mask[0] and any(_error_gate(result) for result in node.users)
+    return (
+        is_3x3(*node.args[4:10])
+        and conv.fits(node.args[4][0], d, a, weight=w.shape)
+        and d.dtype == w.dtype
+        and mask in ([True, False, False], [False, True, False])
+        and few(w, d, LIMITLESS if w.shape[1] <= THIN else PIXELS_OF_WEIGHT if mask[1] else PIXELS if closed else 0)
+    )
+
+
+def _gate_behind(node: Any) -> Any:
+    """The rectifier, or the gate, that alone reads the node."""
+    (user, *others) = node.users
+    is_gate = user.target in (_aten.relu.default, gated, marked) or (
+        user.target is _aten.threshold_backward.default and user.args[2] == 0
+    )
+    return user if not others and is_gate and user.args[0] is node else None
+
+
+def _error_gate(result: Any) -> Any:
+    """The gate of an input error, unless it is made from a norm's input, which the norm's own kernels read."""
+    behind = _gate_behind(result)
+    return behind if behind is not None and behind.target in _GATES and behind.args[1].target is not rectified else None
+
+
+def _fuse_forward(graph: Graph, node: Any) -> None:
+    a, w, bias, (stride, _) = node.args[:4]
+    behind = _gate_behind(node)
+    if behind is not None and behind.target is _aten.relu.default:
+        put(behind, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, True, None))
+    elif behind is not None and behind.target is gated:
+        put(behind, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, behind.args[1]))
+    elif behind is not None and bias is None and (mix := _mix_behind(behind)) is not None:
+        u, _, ratio, seed = mix.args
+        with graph.inserting_before(behind):
+            arguments = (a, w, stride, u, ratio, seed)
+            both = call(graph, torch.ops.threepass.conv3x3_tangent.default, arguments)
+        put(behind, operator.getitem, (both, 0))
+        put(mix, operator.getitem, (both, 1))
+    elif _error_gate(node) is not None and behind.target is not marked:
+        put(behind, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, None, behind.args[1]))
+    else:
+        put(node, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, None))
+
+
+def _mix_behind(gate: Any) -> Any:
+    """The mix a + ratio t of a gate's output a with the tangent t that passes it."""
+    mixes = [
+        n for n in gate.users if n.target is torch.ops.threepass.mix.default and n.args[:2] == (gate.args[1], gate)
+    ]
+    return mixes[0] if len(mixes) == 1 and max(mixes[0].args[2:]) < gate else None
+
+
+def _fuse_backward(graph: Graph, node: Any) -> None:
+    d, a, w = node.args[:3]
+    stride, (for_input, _, _) = node.args[4][0], node.args[10]
+    (result,) = node.users
+    if for_input:
+        size = list(value_of(a).shape[2:])
+        behind = _error_gate(result)
+        target, opened = (result, None) if behind is None else (behind, behind.args[1])
+        put(target, torch.ops.threepass.conv3x3_input.default, (d, w, stride, size, opened))
+        return
+    channels_last = value_of(w).is_contiguous(memory_format=torch.channels_last)
+    with graph.inserting_before(node):
+        both = call(graph, torch.ops.threepass.conv3x3_weight.default, (d, a, stride, channels_last))
+        product = call(graph, operator.getitem, (both, 0))
+    widen(graph, result, product)
+    for total in list(d.users):
+        whole = total.target is _aten.sum.dim_IntList and len(total.args) == 2 and not total.kwargs
+        if whole and list(total.args[1]) == [0, 2, 3] and both < total:
+            put(total, operator.getitem, (both, 1))

@@ -1,0 +1,47 @@
+"""Gates of rectifiers: pass 3 reads them off pass 2's errors.
+
+In pass 2 a rectifier's backward closes gates by the sign of its output u, in pass 3 its tangent does so again, and u
+has to be kept for that. But the error that comes out of pass 2's gate is kept anyway, for the weight before it. So pass
+2 marks a closed gate in it by minus zero, and pass 3 reads the mark there: u is free as soon as pass 2 is past it, and
+a net of rectifiers needs no more memory than in plain training.
+"""
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from .graph import put
+
+_aten = torch.ops.aten
+
+
+def mark_gates(graph: Graph) -> None:
+    """Reads pass 3's gates off pass 2's errors, wherever pass 3 needs nothing else of the rectifier's output."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    gates: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        is_gate = node.target is _aten.threshold_backward.default and node.args[2] == 0
+        if is_gate and node.args[1].target is _aten.relu.default:
+            gates.setdefault(node.args[1], []).append(node)
+    for u, (first, *later) in gates.items():
+        others = [order[user] for user in u.users if user not in gates[u]]
+        if later and max(others, default=0) < order[later[0]]:
+            put(first, marked, (first.args[0], u))
+            for gate in later:
+                put(gate, gated, (gate.args[0], first))
+
+
+def marked(g: Tensor, u: Tensor) -> Tensor:
+    """A gate of g by a rectifier's output u that leaves its mark: g, with no negative zero, or minus zero where u is 0.
+
+    Minus zero is computed, because Triton reads a literal -0.0 as 0.0; by a product, because Triton negates by
+    subtracting from 0.0; and not by its bits, because the compiler looks through views of bits, and would keep u and g
+    in place of the mark.
+    """
+    return torch.where(u > 0, torch.where(g == 0, 0.0, g), u.abs() * -2.0)
+
+
+def gated(s: Tensor, mark: Tensor) -> Tensor:
+    """s where the mark is not minus zero, whose bits are the least whole number's."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[mark.dtype.itemsize]
+    return torch.where(mark.view(bits) == torch.iinfo(bits).min, 0.0, s)

@@ -1,0 +1,57 @@
+"""Nodes of a captured step's graph: making one, replacing one, and what is known of one."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from ..._torch_compat import FakeTensorMode, arguments_of, to_copy, tree_map
+
+
+def is_elementwise(node: Node) -> bool:
+    """Whether the compiler would make a node's value where it is read."""
+    known = node.target is to_copy.default or getattr(node.target, "is_view", False)
+    return known or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def is_ours(node: Node) -> bool:
+    """Whether a node calls an operation of this library, which the compiler takes as it is."""
+    return getattr(node.target, "namespace", "") == "threepass"
+
+
+def is_random(node: Any) -> bool:
+    """Whether a node draws random numbers; attention does so only with a dropout of more than zero."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    arguments = arguments_of(node.target)
+    given = dict(zip((argument.name for argument in arguments), node.args, strict=False)) | node.kwargs
+    drops = [given.get(argument.name, argument.default_value) for argument in arguments if "dropout" in argument.name]
+    return not drops or any(drops)
+
+
+def call(graph: Graph, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> Node:
+    """A new node, with its value: passes read shapes and strides off their operands."""
+    node = graph.call_function(target, args, kwargs or {})
+    with FakeTensorMode(), torch.no_grad():
+        node.meta["val"] = target(*map_arg(args, _image), **map_arg(kwargs or {}, _image))
+    return node
+
+
+def _image(node: Node) -> Any:
+    """What looks like a node's value, for the fake mode that is on."""
+
+    def like(z: Any) -> Any:
+        return torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device) if isinstance(z, Tensor) else z
+
+    return tree_map(like, node.meta["val"])
+
+
+def put(node: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> None:
+    """Another call in a node's place; it may be any function of tensors, which the compiler looks into."""
+    node.target, node.args, node.kwargs = target, args, kwargs or {}
+
+
+def value_of(node: Any) -> Tensor:
+    return node.meta["val"]

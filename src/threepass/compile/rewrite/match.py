@@ -1,0 +1,75 @@
+"""Finding what a rule wrote in a captured step's graph, and putting something else there.
+
+A pattern is (operation, *arguments); a name stands for any argument, the same one wherever it occurs.
+"""
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ..._torch_compat import to_copy, unsafe_view
+from .graph import call, value_of
+
+_aten = torch.ops.aten
+_copy = to_copy.default
+
+
+def match(pattern: Any, value: Any, found: dict[str, Any], inner: dict[Any, Any]) -> bool:
+    """Whether value is what the pattern says. found: what a name stands for; inner: the pattern of each node."""
+    if isinstance(pattern, str):
+        return found.setdefault(pattern, value) == value
+    if not isinstance(pattern, (tuple, list)):
+        return pattern == value
+    if isinstance(pattern, tuple):
+        if not isinstance(value, Node) or value.target is not pattern[0]:
+            return False
+        inner[value] = pattern
+        pattern, value = pattern[1:], value.args
+    same = isinstance(value, (tuple, list)) and len(pattern) == len(value)
+    return same and all(match(p, v, found, inner) for p, v in zip(pattern, value, strict=True))
+
+
+def source(z: Any) -> Any:
+    """What a float32 copy was made from: our kernels make it themselves."""
+    wide = isinstance(z, Node) and z.target is _copy and z.kwargs == {"dtype": torch.float32}
+    return z.args[0] if wide and value_of(z.args[0]).dtype == torch.bfloat16 else z
+
+
+def may_be_wide(reader: Any) -> bool:
+    """Whether a node takes float32 as well as a half format: a pack, a float32 copy, a view that only such read."""
+    if getattr(reader.target, "is_view", False):
+        return bool(reader.users) and all(map(may_be_wide, reader.users))
+    wide = reader.target is _copy and reader.kwargs == {"dtype": torch.float32}
+    return wide or reader.target is torch.ops.threepass.pack.default
+
+
+def widen(graph: Graph, node: Any, wide: Any) -> None:
+    """Puts a float32 value in a node's place; those that need the node's format get a copy."""
+    readers = list(node.users)
+    same = value_of(node).dtype == value_of(wide).dtype
+    narrow = set() if same else {n for n in readers if not may_be_wide(n)}
+    copy = wide
+    if narrow:
+        with graph.inserting_after(wide):
+            copy = call(graph, _copy, (wide,), {"dtype": value_of(node).dtype})
+    for reader in readers:
+        reader.replace_input_with(node, copy if reader in narrow else wide)
+
+
+def column_sums(z: Any) -> list[Any]:
+    """The sums of z, (..., C), over all its rows, as (C)."""
+    rows, columns = list(range(value_of(z).dim() - 1)), value_of(z).shape[-1]
+    if not rows:  # no dimensions are all, to a sum
+        return []
+    found = [n for n in z.users if n.target is _aten.sum.dim_IntList and list(n.args[1:]) == [rows] and not n.kwargs]
+    for view in [n for n in z.users if n.target is _aten.view.default and value_of(n).shape[-1:] == (columns,)]:
+        found += column_sums(view)
+    return found
+
+
+def is_made_where_read(z: Any) -> bool:
+    """Whether the compiler would make z inside what alone reads it."""
+    while len(z.users) == 1 and (getattr(z.target, "is_view", False) or z.target is unsafe_view.default):
+        z = z.args[0]
+    return len(z.users) == 1 and torch.Tag.pointwise in getattr(z.target, "tags", ())

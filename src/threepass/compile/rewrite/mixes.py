@@ -1,0 +1,28 @@
+"""Mixes of pass 2's and pass 3's signals: one that several weights take is computed once."""
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ...numerics.precision import mix_of, round_of
+
+
+def share_mixes(graph: Graph) -> None:
+    """A mix that several weights take (those of a residual block's two branches) is one tensor."""
+    first: dict[Any, Node] = {}
+    for node in list(graph.nodes):
+        if node.target is torch.ops.threepass.mix.default:
+            twin = first.setdefault(node.args[:3], node)  # whatever their seeds
+            if twin is not node:
+                node.replace_all_uses_with(twin)
+                graph.erase_node(node)
+
+
+_OPENED = {torch.ops.threepass.mix.default: mix_of, torch.ops.threepass.round.default: round_of}
+
+
+def open_mixes(graph: Graph) -> None:
+    """Shows the compiler what a mix and a random rounding are made of."""
+    for node in graph.nodes:
+        node.target = _OPENED.get(node.target, node.target)

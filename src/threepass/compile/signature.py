@@ -1,0 +1,162 @@
+"""The signature of a step: everything that its captured program depends on besides the contents of tensors.
+
+    signature = Signature(model, loss_fn)
+    signature.state()            equal to an earlier one: the earlier program is right for this call
+    input_signature(x, y)        the same for what a call is given
+
+`ThreePass(compile=True)` and `fit(compile=True)` share it. A call costs some 20 microseconds on plain-20
+(`benchmarks/signature.py`): the full description is made only when a quick look finds that something has changed.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._torch_compat import TreeSpec, tree_flatten
+from ..errors import CaptureError
+from .dependencies import PLAIN, Attribute, Dependencies, TensorItem, in_words
+
+RECENT = 4  # states that are looked at before the full description is made: training and evaluation take turns
+_, _PAIR = tree_flatten((torch.empty(0), torch.empty(0)))
+
+
+class UnsettledError(CaptureError):
+    """The step itself changes what its program depends on, as a cache does that is filled by the first call."""
+
+
+class State:
+    """A description of the model, the loss and PyTorch's switches, to be compared with others."""
+
+    __slots__ = ("_hash", "items")
+
+    def __init__(self, items: dict[str, Hashable]):
+        self.items, self._hash = items, hash(frozenset(items.items()))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, State) and self._hash == other._hash and self.items == other.items)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def changes(self, other: "State") -> Iterator[tuple[str, Any, Any]]:
+        """(path, value here, value there) of what differs."""
+        for path in {**self.items, **other.items}:
+            ours, theirs = self.items.get(path), other.items.get(path)
+            if ours != theirs:
+                yield path, ours, theirs
+
+    def difference(self, other: "State") -> str:
+        """The first thing that differs, in words."""
+        path, ours, theirs = next(self.changes(other), ("nothing", None, None))
+        return f"{path} ({in_words(ours)}, then {in_words(theirs)})"
+
+
+class Signature:
+    """Watches a model and its loss."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor]):
+        self._roots = {"model": model, "loss_fn": loss_fn}
+        self._recent: list[tuple[Dependencies, State]] = []
+        self._ignored: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        self._overwritten: list[tuple[str, Attribute, TensorItem | None]] = []
+
+    def state(self) -> State:
+        """The state of the model, the loss and PyTorch's switches: the same object while nothing changes."""
+        for i, (found, state) in enumerate(self._recent):
+            if found.hold():
+                if i:
+                    self._recent.insert(0, self._recent.pop(i))
+                return state
+        found, state = self._described()
+        self._recent = [(found, state), *self._recent[: RECENT - 1]]
+        return state
+
+    def _described(self) -> tuple[Dependencies, State]:
+        found = Dependencies(self._roots, self._ignored)
+        return found, State({"flags": found.flags, **found.items})
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Around a step while it is traced: refuses one that changes what its own program depends on.
+
+        A module may keep a tensor in an attribute, if the step does not read what was there before (see `settle`).
+        """
+        found, before = self._described()
+        yield
+        _, after = self._described()
+        for path, old, new in before.changes(after):
+            if isinstance(new, TensorItem) and path in found.attributes and (isinstance(old, TensorItem) or _none(old)):
+                self._overwritten.append((path, found.attributes[path], old if isinstance(old, TensorItem) else None))
+            else:
+                raise UnsettledError(
+                    f"the step itself changes {path} (from {in_words(old)} to {in_words(new)}), which a captured "
+                    "program would not repeat. Keep numbers that change in a buffer and write to it in place, or "
+                    "change them outside of the model and the loss"
+                )
+
+    def settle(self, state: Sequence[Tensor]) -> None:
+        """After a capture whose program reads the tensors `state`: what it overwrites and does not read counts no more.
+
+        Raises if it reads a tensor that the step replaces by another one.
+        """
+        read = {z.data_ptr() for z in state if z.numel()}
+        overwritten, self._overwritten = self._overwritten, []
+        for path, (module, name), old in overwritten:
+            if old is not None and old.pointer in read:
+                raise CaptureError(
+                    f"the step reads {path} and replaces it by another tensor; register it as a buffer, and write to "
+                    "it in place"
+                )
+            self._ignored.setdefault(module, set()).add(name)
+            self._recent.clear()
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Puts attributes of the model and the loss back: tracing a step runs its Python code."""
+        found = Dependencies(self._roots, {})
+        try:
+            yield
+        finally:
+            found.restore()
+
+
+def _none(item: Any) -> bool:
+    return item is None or item == (type(None), None)
+
+
+def flattened(x: Any, y: Any) -> tuple[list[Any], TreeSpec]:
+    """The leaves of x and y, tensors without gaps in memory, and their structure."""
+    if type(x) is Tensor and type(y) is Tensor:
+        return [_dense(x), _dense(y)], _PAIR
+    x, y = (dict(z) if isinstance(z, Mapping) else z for z in (x, y))
+    flat, spec = tree_flatten((x, y))
+    for z in flat:
+        if not isinstance(z, (Tensor, *PLAIN)):
+            raise CaptureError(
+                f"x or y contains a {type(z).__name__}; only tensors and plain numbers or strings can be captured"
+            )
+    return [_dense(z) if isinstance(z, Tensor) else z for z in flat], spec
+
+
+def input_signature(flat: list[Any]) -> tuple[Hashable, ...]:
+    """What a program depends on of the leaves of x and y."""
+    return tuple([
+        (type(z), z.shape, z.stride(), z.dtype, z.device, z.is_inference()) if isinstance(z, Tensor) else (type(z), z)
+        for z in flat
+    ])  # fmt: skip
+
+
+def inputs_in_words(flat: list[Any]) -> str:
+    return ", ".join(
+        f"{str(z.dtype).removeprefix('torch.')}{list(z.shape)}" if isinstance(z, Tensor) else repr(z) for z in flat
+    )
+
+
+def _dense(z: Tensor) -> Tensor:
+    """A part of a larger tensor as one of its own: its place in a CUDA graph has no gaps."""
+    nhwc = z.dim() == 4 and z.is_contiguous(memory_format=torch.channels_last)
+    return z if z.is_contiguous() or nhwc else z.contiguous()

@@ -1,0 +1,302 @@
+"""`ThreePass(compile=True)`: every signature of a call captured once, then replayed.
+
+`signature.py` says what a captured program depends on, `programs.py` when one is captured and how many are kept. The
+weights of the two terms and the seed of its random numbers are inputs of the program, so that they may move. What
+Python does besides computing tensors (printing, say) happens when a program is captured, not at every call.
+"""
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from .._torch_compat import TreeSpec, foreach_add_, has_gradient_hooks, tree_flatten, tree_map, tree_unflatten
+from ..core.engine import Result, run
+from ..core.options import Options, check_model
+from ..core.scaler import scaled
+from ..errors import CaptureError
+from ..tape.state import unchanged_on_error
+from .capture import Captured, capture
+from .cuda_graph import CudaGraph
+from .dependencies import PLAIN
+from .programs import Programs
+from .signature import Signature, flattened, input_signature, inputs_in_words
+from .trace import Program
+
+
+@dataclass
+class Step:
+    """A captured call, and how its flat outputs make a result.
+
+    graph_memory: the addresses of all gradients that CUDA graphs of this model write, of which each replay may
+    overwrite any, because the graphs share a pool of memory.
+    """
+
+    captured: Captured
+    parameters: list[nn.Parameter]
+    names: list[str]  # of the parameters, in the order of the outputs that are added to `p.grad`
+    dicts: int  # how many of r.grads, r.backprop_grads and r.third_grads follow in the outputs
+    leaves: list[Any]  # of the rest of the result; a `_Place` is an index into the outputs that remain
+    spec: TreeSpec
+    graph_memory: set[int]
+
+    @property
+    def check_seconds(self) -> float:
+        return self.captured.check_seconds
+
+    @property
+    def graph_bytes(self) -> int | None:
+        return self.captured.graph_bytes
+
+    def __call__(
+        self, weights: Tensor, seed: Tensor, tensors: list[Tensor], scaler: GradScaler | None = None
+    ) -> Result:
+        """Runs the step; adds to `p.grad`, times the scale of a scaler."""
+        static = self.captured.graph is not None
+        if static:
+            self._keep_sums()
+        outputs = self.captured(weights, seed, *tensors)
+        count = len(self.parameters)
+        self._add(scaled(outputs[:count], scaler))
+        starts = range(count, (self.dicts + 1) * count, count)
+        named = [dict(zip(self.names, outputs[i : i + count], strict=True)) for i in starts]
+        rest = outputs[(self.dicts + 1) * count :]
+        fields = [rest[leaf.place] if isinstance(leaf, _Place) else leaf for leaf in self.leaves]
+        output, loss, input_loss, input_grad = tree_unflatten(fields, self.spec)
+        if static:  # copies of what people keep from call to call; input_grad and grads stay in the graph's memory
+            output = tree_map(lambda z: z.clone() if isinstance(z, Tensor) else z, output)
+            loss, input_loss = loss.clone(), input_loss.clone()
+        return Result(output, loss, input_loss, input_grad, *named, *[None] * (3 - self.dicts))
+
+    def _keep_sums(self) -> None:
+        """A `p.grad` that lies in the graphs' memory is a sum so far: the replay must not overwrite it."""
+        for p in self.parameters:
+            if p.grad is not None and p.grad.data_ptr() in self.graph_memory:
+                p.grad = p.grad.clone()
+
+    @torch.no_grad()
+    def _add(self, grads: Sequence[Tensor]) -> None:
+        if has_gradient_hooks(self.parameters):
+            with torch.enable_grad():
+                torch.autograd.backward(self.parameters, [g.clone() for g in grads])
+            return
+        sums = [(p.grad, g) for p, g in zip(self.parameters, grads, strict=True) if p.grad is not None]
+        if sums:
+            foreach_add_([s for s, _ in sums], [g for _, g in sums])
+        taken: set[int] = set()
+        for p, g in zip(self.parameters, grads, strict=True):
+            if p.grad is None:
+                p.grad = g if g.data_ptr() not in taken else g.clone()
+                taken.add(g.data_ptr())
+
+
+@dataclass(frozen=True)
+class _Place:
+    place: int
+
+
+class Unavailable:
+    """Stands in `r.output` for an object that a captured program cannot make anew, such as a cache of keys and values.
+
+    Its tensors would be those of the capture. Whoever reads an attribute of it gets an error that says so.
+    """
+
+    def __init__(self, kind: str):
+        self._kind = kind
+
+    def __repr__(self) -> str:
+        return f"<a {self._kind}, not available from a captured step>"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the model returned a {self._kind} here; a captured step gives only tensors anew, in tuples, lists, dicts "
+            "and containers that PyTorch knows. Run this step with compile=False, or let the model return the tensors"
+        )
+
+
+def _constant(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, PLAIN) else Unavailable(type(leaf).__name__)
+
+
+class CompiledSteps:
+    """The captured steps of one `ThreePass`."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], required: bool = False):
+        self.model, self.loss_fn = model, loss_fn
+        self.programs: Programs[Step] = Programs(Signature(model, loss_fn), required)
+        self._weights: dict[Hashable, Tensor] = {}
+        self._seed: Tensor | None = None
+        self._newest: CudaGraph | None = None  # keeps the graphs' memory pool alive when others make room
+        self._graph_memory: set[int] = set()
+
+    @property
+    def max_programs(self) -> int:
+        """How many programs are kept; the least recently used ones make room for others."""
+        return self.programs.max_programs
+
+    @max_programs.setter
+    def max_programs(self, most: int) -> None:
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise ValueError(f"max_programs must be a positive whole number, got {most!r}")
+        self.programs.max_programs = most
+
+    @property
+    def compile_seconds(self) -> float:
+        return sum(step.captured.compile_seconds for step in self.programs)
+
+    @property
+    def check_seconds(self) -> float:
+        """What the checks of all programs took."""
+        return sum(step.check_seconds for step in self.programs)
+
+    @property
+    def graph_bytes(self) -> int | None:
+        """The memory of all CUDA graphs; None where there are none."""
+        each = [step.graph_bytes for step in self.programs]
+        return sum(b for b in each if b is not None) if any(b is not None for b in each) else None
+
+    def reset(self) -> None:
+        """Forgets all programs: every signature is captured anew."""
+        self.programs.reset()
+        self._newest = None
+
+    def report(self) -> str:
+        """The programs, with their inputs, how often they were used, and what capturing them took."""
+        return self.programs.report()
+
+    __repr__ = report
+
+    def __call__(
+        self,
+        x: Any,
+        y: Any,
+        options: Options,
+        third: bool,
+        eager: Callable[[], Result],
+        calls: int,
+        scaler: GradScaler | None = None,
+    ) -> Result:
+        """A step, the one after so many calls, added to `p.grad`; `eager` runs it where there is no program."""
+        step = None
+        try:
+            flat, spec = flattened(x, y)
+        except CaptureError as error:
+            self.programs.refuse(error)
+        else:
+            third = third and (options.third > 0 or options.separate)
+            kind = (
+                spec, options.mode, options.scale(2), options.input_at, options.batch_size, options.separate,
+                options.ranks, options.back > 0, third, options.strength is None,
+            )  # fmt: skip
+            step = self.programs.find(
+                kind,
+                input_signature(flat),
+                lambda: self._captured(flat, spec, options, third),
+                lambda: f"{options.mode} mode{'' if third else ' without the third pass'}, {inputs_in_words(flat)}",
+            )
+        if step is None:
+            return self.programs.eagerly(eager, next(self.model.parameters()).device)
+        with torch.inference_mode(False):
+            tensors = [z for z in flat if isinstance(z, Tensor)]
+            return step(self._weights_of(options), self._seed_for(step.captured.program, calls), tensors, scaler)
+
+    def _weights_of(self, options: Options) -> Tensor:
+        """(back, third) on the model's device; each pair is sent there once."""
+        p = next(self.model.parameters())
+        key = (options.back, options.third, p.device, p.dtype)
+        if key not in self._weights:
+            if len(self._weights) > 4096:  # a schedule that never repeats itself
+                self._weights.clear()
+            dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+            self._weights[key] = torch.tensor([options.back, options.third], dtype=dtype, device=p.device)
+        return self._weights[key]
+
+    def _seed_for(self, program: Program | None, calls: int) -> Tensor:
+        """The seed of a call: from PyTorch's generator where the model draws random numbers, else the call's number."""
+        p = next(self.model.parameters())
+        if self._seed is None or self._seed.device != p.device:
+            self._seed = torch.zeros((), dtype=torch.int32, device=p.device)
+        if program is not None and program.draws:
+            self._seed.random_()
+        elif program is not None and program.is_seeded:
+            self._seed.fill_(calls % 2**31)
+        return self._seed
+
+    def _captured(self, flat: list[Any], spec: TreeSpec, options: Options, third: bool) -> Step:
+        with torch.inference_mode(False):
+            step = _capture(self, flat, spec, options, third)
+        if step.captured.graph is not None:
+            self._newest = step.captured.graph
+            self._graph_memory.update(z.data_ptr() for z in step.captured.outputs)
+        return step
+
+
+@contextlib.contextmanager
+def capturable(model: nn.Module, signature: Signature) -> Iterator[None]:
+    """Around a step in a trace: refuses what the program would get wrong in silence."""
+    for module in model.modules():
+        if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
+            raise CaptureError(f"{type(module).__name__} exchanges gradients between processes in hooks")
+    with signature.capturing():
+        buffers = [id(b) for b in model.buffers()]
+        yield
+        if [id(b) for b in model.buffers()] != buffers:
+            raise CaptureError("the model replaces a buffer by another tensor; write to it in place")
+
+
+def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, options: Options, third: bool) -> Step:
+    model, loss_fn, signature = steps.model, steps.loss_fn, steps.programs.signature
+    names: list[str] = []
+    leaves: list[Any] = []
+    made: list[Any] = []
+    check_model(model)
+    named = dict(model.named_parameters())
+
+    def step(weights: Tensor, seed: Tensor, *tensors: Tensor) -> list[Tensor]:
+        rest = iter(tensors)
+        x, y = tree_unflatten([next(rest) if isinstance(z, Tensor) else z for z in flat], spec)
+        with capturable(model, signature):
+            r = run(model, loss_fn, x, y, options, third=third, weights=(weights[0], weights[1]), seed=seed)
+        grads = laid_out([named[n] for n in r.grads], list(r.grads.values()))
+        dicts = [z for z in (r.grads, r.backprop_grads, r.third_grads) if z is not None]
+        found, result_spec = tree_flatten((r.output, r.loss, r.input_loss, r.input_grad))
+        others = [leaf for leaf in found if isinstance(leaf, Tensor)]
+        places = iter(range(len(others)))
+        names[:], made[:] = r.grads, [len(dicts), result_spec]
+        leaves[:] = [_Place(next(places)) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in found]
+        return [*grads, *(g[n] for g in dicts for n in names), *others]
+
+    weights, seed = steps._weights_of(options), steps._seed_for(None, 0)
+    inputs = [weights, seed, *(z for z in flat if isinstance(z, Tensor))]
+    restore = partial(_restored, model, loss_fn, signature)
+    pool = None if steps._newest is None else steps._newest.pool
+    captured = capture(step, inputs, restore=restore, weights=weights if third else None, pool=pool)
+    signature.settle(captured.program.state)
+    return Step(captured, [named[n] for n in names], names, made[0], leaves, made[1], steps._graph_memory)
+
+
+def laid_out(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients in their parameters' layouts, as optimizers want them."""
+    pairs = zip(parameters, grads, strict=True)
+    return [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for p, g in pairs]
+
+
+@contextlib.contextmanager
+def _restored(model: nn.Module, loss_fn: Any, signature: Signature) -> Iterator[None]:
+    """Tracing and warming up run the step: what it writes to in the model and the loss is put back."""
+    modules = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(signature.restored())
+        frozen = [(p, p.detach().clone()) for m in modules for p in m.parameters() if not p.requires_grad]
+        for module in modules:
+            if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
+                stack.enter_context(unchanged_on_error(module, always=True))
+        yield
+    with torch.no_grad():
+        for p, contents in frozen:
+            p.copy_(contents)

@@ -1,0 +1,90 @@
+"""A step as one graph: `trace` runs the engine once under `make_fx`, which writes down every ATen operation.
+
+The three passes become a straight, first-order program without autograd. Views that autograd made for itself (detach,
+alias) and results without readers are dropped, and the tensors that the program refers to (parameters, buffers) become
+inputs of it, so that it sees them as they are at each call and may write to them.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from .._torch_compat import make_fx
+from . import rewrite
+from .functional import functional
+from .randomness import seed_draws
+from .rewrite.strides import dense_before_scatter, reshape_instead_of_view
+from .user_code import in_trace
+
+Fn = Callable[..., Sequence[Tensor]]
+
+_aten = torch.ops.aten
+
+_VIEWS = {_aten.detach.default, _aten.alias.default}
+
+
+class Program:
+    """A traced function: its graph, whose first inputs are `state`, the tensors that it refers to.
+
+    graph is rewritten, `plain` is what it was before. draws: the model or the loss draws random numbers; is_seeded: the
+    step's seed is used, for those or for random rounding.
+    """
+
+    def __init__(self, graph: GraphModule, plain: GraphModule, state: list[Tensor], draws: bool):
+        self.graph, self.plain, self.state, self.draws = graph, plain, state, draws
+        self.is_seeded = any(node.target is torch.ops.threepass.seeds.default for node in plain.graph.nodes)
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            return list(self.graph(*self.state, *inputs))
+
+
+def trace(fn: Fn, inputs: Sequence[Tensor], kernels: bool = True) -> Program:
+    """fn as one graph of ATen operations, with kernels of our own where they are faster, unless kernels=False.
+
+    fn runs once: what it changes besides its results, the caller puts back.
+    """
+
+    def watched(*inputs: Tensor) -> Sequence[Tensor]:
+        with in_trace():
+            return fn(*inputs)
+
+    graph = make_fx(watched)(*inputs)
+    for node in list(graph.graph.nodes):
+        if node.target in _VIEWS:
+            node.replace_all_uses_with(node.args[0])
+    state = _lift(graph)
+    graph = functional(graph, [*state, *inputs])
+    draws = seed_draws(graph.graph)
+    graph.recompile()
+    plain = GraphModule({}, Graph())
+    plain.graph.output(plain.graph.graph_copy(graph.graph, {}))
+    reshape_instead_of_view(plain.graph)
+    plain.recompile()
+    rewrite.apply(graph, kernels)
+    dense_before_scatter(graph.graph)
+    reshape_instead_of_view(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+    return Program(graph, plain, state, draws)
+
+
+def _lift(graph: GraphModule) -> list[Tensor]:
+    """Makes the tensors that the graph refers to its first inputs; returns them, detached."""
+    state: list[Tensor] = []
+    lifted: dict[int, Node] = {}
+    first = next(iter(graph.graph.nodes))
+    for node in list(graph.graph.nodes):
+        if node.op != "get_attr":
+            continue
+        value = getattr(graph, node.target)
+        if id(value) not in lifted:
+            with graph.graph.inserting_before(first):
+                lifted[id(value)] = graph.graph.placeholder(f"state_{len(state)}")
+            lifted[id(value)].meta = {**node.meta, "val": value.detach()}
+            state.append(value.detach())
+        node.replace_all_uses_with(lifted[id(value)])
+        graph.graph.erase_node(node)
+    return state

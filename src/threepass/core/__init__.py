@@ -1,0 +1,1 @@
+"""The passes: Algorithm 1 on a tape, its gradients, options and ranks."""

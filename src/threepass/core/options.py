@@ -1,0 +1,117 @@
+"""The options of three passes, and what is checked before the first one runs."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from .._torch_compat import tree_leaves
+from .ranks import check_parallel
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `three_pass`, and what follows from them.
+
+    `back` and `third` are the weights of the two terms. `ranks` is the number of processes over which the gradients
+    will be averaged (`ranks.py`): this rank then computes `ranks` times its part of the whole batch's gradient.
+    `part(n)` is the size of a batch whose mean loss gives n samples that weight, and t_0 = `scale(part)` * dl/dx, where
+    l is the loss with that weight.
+    """
+
+    alpha: float = 0.1
+    reduction: str = "batch"
+    mode: str = "paper"
+    strength: float | None = None
+    input_at: str | None = None
+    batch_size: int | None = None
+    separate: bool = False
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.alpha) or not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha must be a number in [0, 1] (1 is plain training), got {self.alpha!r}")
+        if self.reduction not in ("batch", "sample"):
+            raise ValueError(f'reduction must be "batch" or "sample", got {self.reduction!r}')
+        if self.mode not in ("paper", "exact"):
+            raise ValueError(f'mode must be "paper" or "exact", got {self.mode!r}')
+        if self.strength is not None:
+            if not _is_number(self.strength) or not 0 <= self.strength < math.inf:
+                raise ValueError(f"strength must be a finite number >= 0, got {self.strength!r}")
+            if self.alpha != Options.alpha or self.reduction != Options.reduction:
+                raise ValueError("give strength, or alpha and reduction, not both: strength replaces them")
+        size = self.batch_size
+        if size is not None and (not isinstance(size, Integral) or isinstance(size, bool) or size < 1):
+            raise ValueError(f"batch_size must be a positive whole number, got {size!r}")
+
+    @property
+    def back(self) -> float:
+        return self.alpha if self.strength is None else 1.0
+
+    @property
+    def third(self) -> float:
+        return 1 - self.alpha if self.strength is None else self.strength
+
+    @property
+    def exact(self) -> bool:
+        return self.mode == "exact"
+
+    def part(self, samples: int) -> float:
+        return samples if self.batch_size is None else self.batch_size / self.ranks
+
+    def scale(self, part: float) -> float:
+        return 1 / self.ranks if self.strength is None and self.reduction == "batch" else float(part)
+
+
+def check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_parallel(model)
+    parameters = list(model.parameters())
+    if any(is_lazy(p) for p in parameters):
+        raise ValueError("the model has lazy parameters without a shape yet: run model(x) once before")
+    if not any(p.requires_grad for p in parameters):
+        raise ValueError("no parameter of the model needs a gradient: set requires_grad on what is to be trained")
+    if any(p.is_inference() for p in parameters):
+        raise ValueError(
+            "parameters were made under torch.inference_mode and cannot be trained: make the model outside"
+        )
+
+
+def check_x(x: Any, options: Options) -> int:
+    """The number of samples in x, which lie along dimension 0."""
+    if not isinstance(x, (Tensor, tuple, Mapping)):
+        raise TypeError(f"x must be a tensor, or a tuple or dict of what the model takes, got {type(x).__name__}")
+    tensors = [z for z in tree_leaves(dict(x) if isinstance(x, Mapping) else x) if isinstance(z, Tensor)]
+    if not tensors:
+        raise TypeError("x holds no tensor")
+    if any(z.is_complex() for z in tensors):
+        raise TypeError("x is complex: the input loss is defined for real inputs; pass torch.view_as_real(x)")
+    if tensors[0].dim() == 0:
+        raise ValueError("x has no batch dimension: pass x.unsqueeze(0)")
+    samples = tensors[0].shape[0]
+    if samples == 0 or any(z.numel() == 0 for z in tensors if z.is_floating_point()):
+        raise ValueError(f"x is an empty batch, of shape {tuple(tensors[0].shape)}: there is nothing to learn from")
+    if options.batch_size is not None and options.batch_size < samples:
+        raise ValueError(f"batch_size={options.batch_size} is less than the {samples} samples in x")
+    return samples
+
+
+def check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss_fn must return a tensor, got {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise ValueError(
+            f"loss_fn must return a scalar, the mean over the batch, got shape {tuple(loss.shape)}: "
+            'use reduction="mean"'
+        )
+    if not loss.is_floating_point():
+        raise TypeError(f"loss_fn must return a floating-point tensor, got {loss.dtype}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -1,0 +1,38 @@
+"""Warnings about a model, once for each model and kind."""
+
+import weakref
+
+from torch import nn
+
+from ..errors import NormalizationWarning, warn_caller
+from ..tape.operation import Operation
+
+_NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm")
+
+
+_warned: "weakref.WeakKeyDictionary[nn.Module, set[type[Warning]]]" = weakref.WeakKeyDictionary()
+
+
+def warn_of_norms(model: nn.Module, operations: list[Operation]) -> None:
+    norms = sorted({op.name for op in operations if _is_curved_norm(op)})
+    if norms:
+        warn_once(
+            model,
+            f'mode="paper" leaves out the curvature of {", ".join(norms)} and of the loss, so on this model the third '
+            'pass may point away from the gradient of the input loss; mode="exact" is that gradient, and '
+            "threepass.alignment(model, loss_fn, x, y) measures how far the two agree",
+            NormalizationWarning,
+        )
+
+
+def warn_once(model: nn.Module, text: str, category: type[Warning]) -> None:
+    """A warning for a model's first call of its kind, at the user's line."""
+    seen = _warned.setdefault(model, set())
+    if category not in seen:
+        seen.add(category)
+        warn_caller(text, category)
+
+
+def _is_curved_norm(op: Operation) -> bool:
+    fixed = op.name in ("batch_norm", "instance_norm") and op.values[5] is False  # the running statistics
+    return op.name in _NORMS and not fixed

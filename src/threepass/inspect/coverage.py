@@ -1,0 +1,124 @@
+"""Which parameter is served by which rule."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._torch_compat import tree_leaves
+from ..core.engine import backward, forward, forward_again
+from ..core.gradients import Gradients
+from ..core.options import Options, check_model, check_x
+from ..errors import Place, UnsupportedError
+from ..tape.operation import Operation
+from ..tape.record import Record
+from ..tape.state import trainable_surroundings, unchanged_on_error
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter in one operation; rule is "fast", "generic", "unsupported" or "none"."""
+
+    parameter: str
+    operation: str
+    rule: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """A row for every use of a parameter, and every place that three passes cannot go through."""
+
+    rows: tuple[Row, ...]
+    unsupported: tuple[Place, ...]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        cells = [
+            ("parameter", "operation", "rule", "why"),
+            *((r.parameter, r.operation, r.rule, r.why) for r in self.rows),
+        ]
+        widths = [max(len(row[i]) for row in cells) for i in range(3)]
+        lines = [
+            "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in cells
+        ]
+        return "\n".join([*lines, *(f"unsupported: {place}" for place in self.unsupported)])
+
+
+def coverage(model: nn.Module, x: Any, input_at: str | None = None) -> Coverage:
+    """Runs the model on x, and tells for every parameter which operation uses it and by which rule.
+
+    Changes nothing: buffers and random state are put back.
+    """
+    options = Options(input_at=input_at)
+    check_model(model)
+    check_x(x, options)
+    with trainable_surroundings(), unchanged_on_error(model, always=True):
+        tape = Record(next(model.parameters()).device.type)
+        try:
+            _, loss = forward(model, _some_loss, x, None, options, tape, paths=True)
+        except UnsupportedError:
+            return Coverage(_rows(model, tape, tape.operations), tuple(dict.fromkeys(tape.problems)))
+        operations = list(tape.operations)
+        program = tape.program(to_the_end=False)
+        dx, d = backward(tape, program, loss, 1.0, everything=False)
+        with torch.no_grad():
+            forward_again(tape, program, dx, dx, d, Gradients(options.back, options.third, apart=True))
+        return Coverage(_rows(model, tape, operations), tuple(dict.fromkeys(tape.problems)))
+
+
+def _some_loss(output: Any, y: None) -> Tensor:
+    floats = [z for z in tree_leaves(output) if isinstance(z, Tensor) and z.is_floating_point()]
+    return torch.stack([z.square().mean() for z in floats]).sum()
+
+
+def _rows(model: nn.Module, tape: Record, operations: list[Operation]) -> tuple[Row, ...]:
+    uses: dict[Tensor, list[Row]] = {p: [] for p in model.parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    failed = {(place.module, place.operation): place.reason for place in tape.problems}
+    for op in operations:
+        reason = failed.get((op.module, op.name))
+        made = op.map() is not None
+        for _, weight in op.weights:
+            for p in _parameters_behind(weight):
+                if p in uses:
+                    rule = "unsupported" if reason else "fast" if made else "generic"
+                    why = reason or (
+                        f"rule {op.rule.make.__name__}" if made and op.rule else "double backward of this one operation"
+                    )
+                    if p is not weight:
+                        why += ", then the chain rule"
+                    uses[p].append(Row(names[p], op.name, rule, why))
+    for source, _, _ in tape.inputs:
+        for p in _parameters_behind(source) if source.requires_grad else ():
+            if p in uses:
+                why = "lies before the input: backpropagation's gradient, in exact mode the input loss's too"
+                uses[p].append(Row(names[p], "(before the input)", "generic", why))
+    for p, rows in uses.items():
+        if not rows:
+            why = "no operation that leads to the output uses it" if p.requires_grad else "frozen"
+            rows.append(Row(names[p], "-", "none", why))
+    return tuple(dict.fromkeys(row for rows in uses.values() for row in rows))
+
+
+def _parameters_behind(weight: Tensor) -> list[Tensor]:
+    """The leaves that a weight is computed from."""
+    if weight.is_leaf:
+        return [weight]
+    found, seen, todo = [], set(), [weight.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        todo.extend(child for child, _ in node.next_functions)
+    return found

@@ -1,0 +1,47 @@
+"""The arguments of a call as a flat list: cheaply where they are flat already, which is nearly always."""
+
+from typing import Any
+
+from torch import Tensor
+
+from .._torch_compat import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+Shape = tuple[int, tuple[str, ...], TreeSpec | None]
+
+
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Shape]:
+    """Every argument is one value, but for containers that hold tensors, which are opened."""
+    values: list[Any] = [_kept(v) for v in (*args, *kwargs.values())]
+    if not any(_holds_tensors(v) for v in values):
+        return values, (len(args), tuple(kwargs), None)
+    flat, spec = tree_flatten(values)
+    return flat, (len(args), tuple(kwargs), spec)
+
+
+def unflatten(values: list[Any], shape: Shape) -> tuple[list[Any], dict[str, Any]]:
+    count, names, spec = shape
+    if spec is not None:
+        values = tree_unflatten(values, spec)
+    return values[:count], dict(zip(names, values[count:], strict=True))
+
+
+def tensors_in(out: Any) -> list[Tensor]:
+    """The tensors that a call returned."""
+    if isinstance(out, Tensor):
+        return [out]
+    return [z for z in tree_leaves(out) if isinstance(z, Tensor)] if _holds_tensors(out) else []
+
+
+def _kept(value: Any) -> Any:
+    """The value, with copies of lists in it, which the caller may change later."""
+    if isinstance(value, list):
+        return [_kept(v) for v in value]
+    if type(value) is tuple and any(isinstance(v, (list, tuple)) for v in value):
+        return tuple(_kept(v) for v in value)
+    return value
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        return _holds_tensors(tuple(value.values()))
+    return isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) or _holds_tensors(v) for v in value)

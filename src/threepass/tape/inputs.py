@@ -1,0 +1,67 @@
+"""Hooks on the model's modules in pass 1: where the input of the net is, and which module is running."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from .._torch_compat import DisableTorchFunction, tree_map
+from .record import Record
+
+
+@contextlib.contextmanager
+def inputs_inside(model: nn.Module, tape: Record, input_at: str | None) -> Iterator[None]:
+    """The output of the module named input_at, or of the first embedding that runs, becomes the input."""
+    modules = dict(model.named_modules())
+    if input_at is not None and input_at not in modules:
+        names = ", ".join(list(filter(None, modules))[:20])
+        raise ValueError(f"input_at={input_at!r} names no module of the model; it has: {names}")
+    embeddings = [m for m in modules.values() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    chosen = embeddings if input_at is None else [modules[input_at]]
+    if not chosen:
+        raise TypeError(
+            "no tensor of x is floating point, and the model has no embedding: convert x to floating point, or name "
+            'the module whose output counts as the input, as in input_at="embeddings"'
+        )
+    first: list[nn.Module] = []
+
+    def hook(module, args, output):
+        first.append(module)
+        if module is not first[0]:
+            return output
+        with DisableTorchFunction():
+            return tree_map(lambda z: tape.add_input(z) if _is_float(z) and not tape.is_active(z) else z, output)
+
+    handles = [module.register_forward_hook(hook) for module in chosen]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def paths_kept(model: nn.Module, tape: Record) -> Iterator[None]:
+    """Keeps tape.path at the module that is running."""
+    handles = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+            continue
+        handles.append(
+            module.register_forward_pre_hook(lambda m, args, name=name: tape.path.append(name), prepend=True)
+        )
+        handles.append(module.register_forward_hook(lambda m, args, out: _leave(tape), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _leave(tape: Record) -> None:
+    tape.path.pop()
+
+
+def _is_float(z: object) -> bool:
+    return isinstance(z, Tensor) and z.is_floating_point()

@@ -1,0 +1,87 @@
+"""Running one recorded operation again, under the conditions that pass 1 ran it in."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .._torch_compat import get_proxy_mode, set_mkldnn_enabled
+from ..errors import CaptureError
+from ..rules.table import is_users, name_of
+from .state import random_state, set_random_state
+
+ATTENTION = torch.nn.functional.scaled_dot_product_attention
+MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+SILENT_WRITES = {torch.batch_norm: (3, 4), torch.instance_norm: (3, 4)}  # running statistics: no version counter moves
+_RANDOM = {
+    *(
+        "alpha_dropout",
+        "feature_alpha_dropout",
+        "rrelu",
+        "rrelu_with_noise",
+        "bernoulli",
+        "binomial",
+        "poisson",
+        "normal",
+    ),
+    *(
+        "_standard_gamma",
+        "_sample_dirichlet",
+        "multinomial",
+        "uniform",
+        "exponential",
+        "log_normal",
+        "cauchy",
+        "geometric",
+    ),
+}
+
+
+def is_random(func: Callable[..., Any], values: list[Any]) -> bool:
+    """Whether a call may draw random numbers: those of user-defined operations may."""
+    drops = func in (ATTENTION, MULTI_HEAD) and any(isinstance(v, float) and v > 0 for v in values)
+    return is_users(func) or drops or func in _RECURRENT or name_of(func).removesuffix("_") in _RANDOM
+
+
+@contextlib.contextmanager
+def nothing_drawn_in_a_trace(what: str) -> Iterator[None]:
+    """A tracer does not see that the random state is put back, so that a rerun would draw other numbers."""
+    mode = get_proxy_mode()
+    if mode is None:
+        yield
+        return
+    before = _draws(mode)
+    yield
+    if _draws(mode) != before:
+        raise CaptureError(f"{what} draws random numbers inside, and a later pass needs the same ones again")
+
+
+def _draws(mode: Any) -> int:
+    nodes = mode.tracer.graph.nodes
+    return sum(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in nodes)
+
+
+@contextlib.contextmanager
+def as_recorded(
+    func: Callable[..., Any], autocast: tuple[str, bool, torch.dtype], rng: list[Tensor] | None
+) -> Iterator[None]:
+    """Autocast and random numbers as in pass 1, and kernels that can be differentiated twice."""
+    device, enabled, dtype = autocast
+    with contextlib.ExitStack() as stack:
+        if enabled or torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
+        if rng is not None:
+            now = random_state(device)
+            stack.callback(set_random_state, now, device)
+            set_random_state(rng, device)
+            stack.enter_context(nothing_drawn_in_a_trace(name_of(func)))
+        if func in (ATTENTION, MULTI_HEAD):
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if func in (*_RECURRENT, torch.grid_sampler):
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            stack.callback(set_mkldnn_enabled, set_mkldnn_enabled(False))
+        yield
