@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -265,8 +266,6 @@ def _train(
     radii: Sequence[float],
 ) -> dict[str, Any]:
     """One run, from its checkpoint if there is one, and its measurements; result.json comes last."""
-    from ..train.tensorfile import save_file
-
     own = variant.config(config, seed)
     model = _fresh_model(make_model, data, seed)
     begun = any((folder / name / "state.json").exists() for name in ("checkpoint", "checkpoint.old"))
@@ -323,8 +322,6 @@ def _keep_examples(data: DataSet, make_model: Callable[[], nn.Module], variants:
     Six images have the largest geometric mean of |dl/dp| over the variants, a choice that favours none of them; then
     come the first two of different classes, whatever the results.
     """
-    from ..train.tensorfile import load_file, save_file
-
     p = robust.pixels(data)
     gradients, kept = {}, {}
     for v in variants:

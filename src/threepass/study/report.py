@@ -14,6 +14,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from .figure import DARK, LIGHT, STYLE, Line, Panel, alone, number, svg, swatch
@@ -344,8 +345,6 @@ because the gradients of a confident net round to zero in float32. Every net is 
 
 def _examples(study: Study) -> str:
     """Images, and |dl/dx| under every method, all on one scale."""
-    from ..train.tensorfile import load_file
-
     parts = []
     for folder, about in study.compared:
         file = folder / "examples.safetensors"
