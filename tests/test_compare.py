@@ -186,6 +186,11 @@ def test_paired_interval():
     assert d == pytest.approx((3.0, 3 - half, 3 + half, 4), abs=1e-4)
     assert not d.shown
     assert paired([1.0], [3.0]) == (-2.0, None, None, 1)
+    assert paired([1.0, 2.0], [3.0, 4.5]) == (-2.25, None, None, 2)
+    assert paired([4.0, 5.0, 6.1], [1.0, 2.0, 3.0]).shown
+    same = paired([4.0, 5.0, 6.0], [1.0, 2.0, 3.0])
+    assert (same.low, same.high) == (3.0, 3.0)
+    assert not same.shown  # of no width
     assert paired([], []) is None
     assert [t_quantile(df) for df in (30, 31, 100)] == pytest.approx([2.0423, 2.0395, 1.9840], abs=1e-4)
 

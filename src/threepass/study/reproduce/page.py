@@ -82,9 +82,9 @@ This page is made from the records of training runs by `{COMMAND}`. The runs are
 `threepass reproduce all`, each of them an ordinary `threepass train` run whose command is in its record. Verdicts
 follow from rules (`src/threepass/study/reproduce/rules.py`): a difference between methods is taken between runs of the
 same seed, and its 95 % interval over seeds must lie on the claimed side of zero to confirm a claim, and on the other
-side to refute it. One seed alone decides no difference. "Best" is the best epoch, as the paper reports it, chosen by
-looking at the validation set; "final" is the last epoch. The paper's figures come without numbers, so that of its
-curves only what the text says of them is compared."""
+side to refute it. Fewer than three seeds decide no difference. "Best" is the best epoch, as the paper reports it,
+chosen by looking at the validation set; "final" is the last epoch. The paper's figures come without numbers, so that of
+its curves only what the text says of them is compared."""
 
 
 def _summary(findings: Sequence[Finding]) -> str:
