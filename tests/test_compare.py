@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import struct
 import xml.etree.ElementTree as ET
 import zlib
@@ -13,11 +14,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from threepass.models import mlp
+from threepass.page.images import heat, picture, png
 from threepass.study import compare as study
 from threepass.study import robust
 from threepass.study.compare import Variant, by_alpha, by_strength, compare, cost, two_passes
-from threepass.study.figure import Line, Panel, alone, svg
-from threepass.study.images import heat, picture, png
 from threepass.study.intervals import paired, t_quantile
 from threepass.study.report import report
 from threepass.train.config import Config
@@ -174,8 +174,10 @@ def test_report_of_single_runs_and_of_several_comparisons(made, tmp_path):
     page = report(sorted(out.glob("*/seed-*")), tmp_path / "runs").read_text()
     assert "two-passes" in page
     assert page.count("data-toggles=") == 2  # seeds of one config are one series
-    both = report([out, out], tmp_path / "both").read_text()
+    shutil.copytree(out, tmp_path / "again")
+    both = report([out, tmp_path / "again", out], tmp_path / "both").read_text()
     assert "small: alpha 0.1" in both
+    assert "again: alpha 0.1" in both
     assert both.count("data-toggles=") == 4
 
 
@@ -252,16 +254,3 @@ def test_attacks_are_in_pixels_whatever_the_normalisation(data):
 def test_data_beyond_pixels_keeps_its_own_range(data):
     wide = DataSet(*(Split(6 * s.x - 3, s.y) for s in (data.train, data.val)), (0.0,), (1.0,), data.classes, "wide")
     assert (robust.pixels(wide).low, robust.pixels(wide).high) == (-3.0, 3.0)
-
-
-def test_a_figure_stands_by_itself():
-    lines = [Line(0, [1, 2, 3], [1.0, 0.1, math.nan], [0.9, 0.05, 1.0], [1.1, 0.2, 1.0]), Line(9, [1, 2], [2.0, 0.0])]
-    drawing = svg(Panel("a", "A <title>", "epoch", lines, "note", logarithmic=True), [f"<{k}>" for k in range(10)], "s")
-    root = ET.fromstring(alone(drawing))
-    assert root.find("{*}title").text == "A <title>"
-    assert root.find("{*}style") is not None
-    assert "nan" not in drawing
-    assert root.get("viewBox") == root.get("data-whole")
-    shapes = {g.get("data-series"): g.find("{*}path[@class='mark']").get("d") for g in root.findall("{*}g/{*}g")}
-    assert len(shapes) == 10
-    assert shapes["0"] != shapes["8"]  # colours come again, with other markers

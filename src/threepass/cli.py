@@ -253,7 +253,7 @@ def init_study(*, name: str = "init-study", depth: int = 8, width: int = 256, se
 
     out = fresh(Path("runs") / name)
     run(out, depth=depth, width=width, seed=seed)
-    print(f"{out}: init-study.svg, init-study.json")
+    print(f"page: {out / 'init-study.html'}")
 
 
 def bench(

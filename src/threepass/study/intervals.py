@@ -19,9 +19,14 @@ class Difference(NamedTuple):
     n: int
 
     @property
+    def has_interval(self) -> bool:
+        """Whether there is an interval of some width; equal differences give none."""
+        return self.low is not None and self.high is not None and self.low < self.high
+
+    @property
     def shown(self) -> bool:
-        """Whether there is an interval that excludes zero; one of no width (all differences equal) shows nothing."""
-        return self.low is not None and self.high is not None and self.low < self.high and self.low * self.high > 0
+        """Whether the interval excludes zero."""
+        return self.has_interval and self.low * self.high > 0  # type: ignore[operator]
 
 
 def t_quantile(df: int) -> float:
@@ -41,7 +46,7 @@ def paired(after: Sequence[float], before: Sequence[float]) -> Difference | None
     >>> paired([3.0, 5.0], [1.0, 1.0])
     Difference(mean=3.0, low=None, high=None, n=2)
     """
-    differences = [a - b for a, b in zip(after, before, strict=True)]
+    differences = [round(a - b, 12) for a, b in zip(after, before, strict=True)]  # 66.1 - 66.1 leaves 7e-15 otherwise
     n = len(differences)
     if n < FEWEST:
         return Difference(fmean(differences), None, None, n) if n else None
