@@ -82,7 +82,8 @@ def test_a_seed_that_occurs_twice_counts_once(tmp_path):
     runs.append(write_run(tmp_path / "older", 0.9, age=100, seed=1))
     study = gather(runs)
     assert [[run.folder.name for run in group.runs] for group in study.groups] == [["a0", "a1"]]
-    text = "a0: seed 1 occurs 2 times (a1, older); only the newest, a1, is used."
+    a1, older = (f"{tmp_path.name}/{name}" for name in ("a1", "older"))
+    text = f"a0: seed 1 occurs 2 times ({a1}, {older}); only the newest, {a1}, is used."
     assert study.notes == [text]
     assert text in report(runs, tmp_path / "page").read_text()
     assert gather([runs[0], runs[0]]).notes == []  # the same folder twice is one run
@@ -105,7 +106,8 @@ def test_series_of_one_name_are_told_apart(tmp_path):
     runs = [write_run(tmp_path / place / "mlp", lr=lr) for place, lr in (("x", 0.1), ("y", 0.2))]
     assert list(series(*runs)) == ["x/mlp", "y/mlp"]
     more = [write_run(tmp_path / "z" / f"seed-{i}", seed=i, lr=lr) for i, lr in ((0, 0.3), (1, 0.4))]
-    assert list(series(*more)) == [f"{tmp_path.name}/z (1)", f"{tmp_path.name}/z (2)"]
+    assert list(series(*more)) == ["seed-0", "seed-1"]
+    assert list(series(*more, runs[0])) == ["seed-0", "seed-1", "mlp"]
 
 
 def test_a_series_is_compared_with_the_two_passes_that_are_most_like_it(tmp_path):

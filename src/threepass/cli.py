@@ -352,10 +352,7 @@ def reproduce(
         return
     if jobs:
         runner.train_missing(jobs, folder, place, minutes)
-    whole = scale.epochs is None and scale.examples is None
-    target = page or (Path("docs/claims.md") if whole and Path("docs").is_dir() else folder / "claims.md")
-    made_for = dataclasses.replace(scale, seeds=None) if whole else scale
-    print(f"page: {claims.write(folder, target, made_for, Path())}")
+    print(f"page: {claims.write(folder, page, scale)}")
 
 
 def _words(given: tuple[str, ...]) -> tuple[str, ...]:

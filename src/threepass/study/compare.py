@@ -124,10 +124,7 @@ def compare(
     _check(variants, seeds)
     out = Path(out) if resume else fresh(Path(out))
     described = describe(data, make_model, config, variants, seeds, command, about, sigmas, radii)
-    if resume and (out / "compare.json").exists():
-        _check_same(json.loads((out / "compare.json").read_text()), described, out)
-    else:
-        write_json(out / "compare.json", described)
+    _begin(out, described, resume)
     for seed in range(seeds):
         for variant in variants:
             folder = out / variant.folder / f"seed-{seed}"
@@ -393,7 +390,12 @@ def _check(variants: Sequence[Variant], seeds: int) -> None:
         raise ValueError(f"every variant needs a name of its own, also as a folder: {', '.join(map(repr, twice))}")
 
 
-def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
+def _begin(out: Path, now: dict[str, Any], resume: bool) -> None:
+    """Writes compare.json; a comparison that goes on must be the one that was begun."""
+    if not (resume and (out / "compare.json").exists()):
+        write_json(out / "compare.json", now)
+        return
+    before = json.loads((out / "compare.json").read_text())
     keys = ("data", "model", "config", "variants", "seeds", "sigmas", "radii")
     changed = [k for k in keys if before.get(k) != json.loads(json.dumps(now[k]))]
     if changed:

@@ -7,7 +7,7 @@ options, initialisation, and every setting. Only series of the same data and mod
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,9 @@ class Run:
         return 100 * curve["accuracy"][curve["at"].index(at)] if curve and at in curve["at"] else None
 
     @property
-    def name(self) -> str:
-        return f"{self.folder.parent.name}/{self.folder.name}" if self._is_a_seed else self.folder.name
-
-    @property
-    def series(self) -> str:
-        """The name that its series gets."""
-        return self.folder.parent.name if self._is_a_seed else self.folder.name
+    def place(self) -> Path:
+        """The folder that its series is named after: of NAME/seed-0, NAME."""
+        return self.folder.parent if self.folder.name.startswith("seed-") else self.folder
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -60,10 +56,6 @@ class Run:
     @property
     def is_two_passes(self) -> bool:
         return self.config.get("alpha") == 1.0 and not self.config.get("strength")
-
-    @property
-    def _is_a_seed(self) -> bool:
-        return self.folder.name.startswith("seed-")
 
 
 @dataclass
@@ -96,21 +88,16 @@ class Group:
 
 @dataclass
 class Study:
-    """All that is reported: the series, the comparisons they come from with their compare.json, and what to know."""
+    """All that is reported: the series (of them, `loose`: those of single runs), the comparisons, and what to know."""
 
     groups: list[Group] = field(default_factory=list)
-    compared: list[tuple[Path, dict[str, Any]]] = field(default_factory=list)
+    loose: list[Group] = field(default_factory=list)
+    compared: list[tuple[Path, dict[str, Any]]] = field(default_factory=list)  # with what compare.json holds
     notes: list[str] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
         return [group.name for group in self.groups]
-
-    @property
-    def loose(self) -> list[Group]:
-        """The series of single runs, which no comparison describes."""
-        within = [folder for folder, _ in self.compared]
-        return [g for g in self.groups if g.runs and not any(f in g.runs[0].folder.parents for f in within)]
 
     def heading(self, folder: Path) -> str:
         """The comparison's name, where there are several."""
@@ -121,7 +108,7 @@ def gather(folders: Sequence[Path]) -> Study:
     """Reads the folders. With several comparisons, each one's name goes before its variants' names."""
     if not folders:
         raise ValueError("nothing to report on: give the folder of at least one run")
-    study, loose = Study(), list[Run]()
+    study, single = Study(), list[Run]()
     places = {folder.resolve(): folder for folder in folders}
     several = sum((place / "compare.json").exists() for place in places) > 1
     for place, folder in places.items():
@@ -130,19 +117,20 @@ def gather(folders: Sequence[Path]) -> Study:
             study.compared.append((place, about))
             study.groups += _compared(place, about, f"{place.name}: " if several else "")
         elif (place / "metrics.jsonl").exists():
-            loose.append(read(place))
+            single.append(read(place))
         else:
             raise FileNotFoundError(
                 f"{folder} holds no run: there is neither compare.json nor metrics.jsonl in it; "
                 "give a folder that `threepass compare` or `threepass train` wrote"
             )
-    study.groups += _grouped(loose, study.notes)
+    study.loose = _grouped(single, study.notes)
+    study.groups += study.loose
     if not any(run.history for group in study.groups for run in group.runs):
         raise ValueError(f"nothing to report on: no run in {', '.join(map(str, folders))} has finished an epoch")
     for group in study.groups:
         if n := sum(run.diverged for run in group.runs):
-            gone = f"{n} of {count(len(group.runs), 'run')} diverged and left out of all figures"
-            study.notes.append(f"{group.name}: {gone}.")
+            runs = count(len(group.runs), "run")
+            study.notes.append(f"{group.name}: {n} of {runs} diverged and left out of all figures.")
     return study
 
 
@@ -188,12 +176,11 @@ def _compared(folder: Path, about: dict[str, Any], prefix: str) -> list[Group]:
 
 
 def _grouped(runs: Sequence[Run], notes: list[str]) -> list[Group]:
-    """Single runs as series, named after their first run and compared within their task."""
+    """Single runs as series, compared within their task."""
     alike: dict[str, list[Run]] = {}
     for run in runs:
         alike.setdefault(json.dumps([run.task, run.settings], sort_keys=True), []).append(run)
-    groups = [Group(members[0].series, members) for members in alike.values()]
-    _distinguish(groups)
+    groups = [Group(name, members) for name, members in zip(_names(alike.values()), alike.values(), strict=True)]
     for group in groups:
         group.runs = _one_a_seed(group, notes)
         rivals = [g for g in groups if g.runs[0].task == group.runs[0].task]
@@ -211,22 +198,23 @@ def _one_a_seed(group: Group, notes: list[str]) -> list[Run]:
         newest[run.seed] = run
     for seed, times in Counter(run.seed for run in group.runs).items():
         if times > 1:
-            names = ", ".join(run.name for run in group.runs if run.seed == seed)
-            kept = f"only the newest, {newest[seed].name}, is used"
+            names = ", ".join(_tail(run.folder, 2) for run in group.runs if run.seed == seed)
+            kept = f"only the newest, {_tail(newest[seed].folder, 2)}, is used"
             notes.append(f"{group.name}: seed {seed} occurs {times} times ({names}); {kept}.")
     return [newest[seed] for seed in sorted(newest)]
 
 
-def _distinguish(groups: Sequence[Group]) -> None:
-    """Gives series of the same name the folder above as well, and a number where that does not tell them apart."""
-    for above in (True, False):
-        names, seen = Counter(group.name for group in groups), Counter[str]()
-        for group in groups:
-            if names[name := group.name] > 1:
-                seen[name] += 1
-                folder = group.runs[0].folder
-                place = (folder.parent if folder.name.startswith("seed-") else folder).parent.name
-                group.name = f"{place}/{name}" if above else f"{name} ({seen[name]})"
+def _names(series: Iterable[Sequence[Run]]) -> list[str]:
+    """Of every series, as much of its first run's place as tells them all apart."""
+    places = [runs[0].place for runs in series]
+    if len(set(places)) < len(places):
+        places = [runs[0].folder for runs in series]
+    every = ([_tail(place, k) for place in places] for k in range(1, 99))
+    return next(names for names in every if len(set(names)) == len(places))
+
+
+def _tail(path: Path, parts: int) -> str:
+    return "/".join(path.parts[-parts:])
 
 
 def differing(groups: Sequence[Group]) -> list[str]:

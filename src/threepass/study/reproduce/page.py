@@ -1,5 +1,6 @@
 """docs/claims.md: the paper claim by claim, made from the records and nothing else."""
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
@@ -40,9 +41,15 @@ FIGURES = {  # the figures below a claim
 Rows = list[tuple[str, ...]]
 
 
-def write(results: Path, page: Path, scale: Scale, root: Path) -> Path:
-    """Writes the page, and its figures into the folder of its name; figures that are no longer made are removed."""
-    text, figures = build(results, scale, root, page.stem)
+def write(results: Path, page: Path | None, scale: Scale) -> Path:
+    """Writes the page, and its figures into the folder of its name; figures that are no longer made are removed.
+
+    By default it is docs/claims.md, and that of a smaller version beside its records.
+    """
+    whole = scale.epochs is None and scale.examples is None
+    page = page or (Path("docs/claims.md") if whole and Path("docs").is_dir() else results / "claims.md")
+    planned = dataclasses.replace(scale, seeds=None) if whole else scale
+    text, figures = build(results, planned, Path(), page.stem)
     folder = page.with_suffix("")
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(text, encoding="utf-8")
