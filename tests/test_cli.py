@@ -2,10 +2,13 @@
 
 import dataclasses
 import json
+import sys
+from importlib import metadata
 
 import pytest
 
-from threepass.cli import COMMANDS, main
+from threepass.__main__ import run_and_exit
+from threepass.cli import COMMANDS, main, parse, train
 from threepass.train.config import Config
 
 FAST = ["--epochs", "1", "--model-options", '{"sizes": [64, 8, 10]}']
@@ -25,6 +28,39 @@ def test_help_is_complete(capsys):
     shown = capsys.readouterr().out
     for field in dataclasses.fields(Config):
         assert "--" + field.name.replace("_", "-") in shown
+
+
+def test_the_program_alone_shows_its_help_and_version(capsys):
+    assert main([]) == 2
+    assert "Usage: threepass COMMAND" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == metadata.version("threepass")
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        ([], {}),
+        (["--epochs", "3", "--lr=0.5", "--strength", "1e-2"], {"epochs": 3, "lr": 0.5, "strength": 0.01}),
+        (["--milestones", "0.1", "0.2", "--augment"], {"milestones": (0.1, 0.2), "augment": True}),
+        (["--milestones", "--no-augment"], {"milestones": ()}),
+        (["--compile"], {"compile": True}),
+        (["--compile", "--seed", "4"], {"compile": True, "seed": 4}),
+        (["--compile", "require"], {"compile": "require"}),
+        (["--no-compile", "--input-at", "a.b"], {"input_at": "a.b"}),
+    ],
+)
+def test_every_setting_has_a_flag(flags, settings):
+    command, values = parse(["train", *flags])
+    assert command is train
+    assert values.arguments["config"] == Config(**settings)
+
+
+def test_without_the_extra_the_program_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cyclopts", None)
+    monkeypatch.delitem(sys.modules, "threepass.cli")
+    with pytest.raises(SystemExit, match=r"needs cyclopts: pip install 'threepass\[train\]'"):
+        run_and_exit()
 
 
 def test_train_writes_a_run_and_resumes_it(own_folder, capsys):
@@ -74,9 +110,14 @@ def test_data_says_what_is_there(capsys):
         (["train", "--init", "magic"], 1, "magic"),
         (["train", "--alpha", "3"], 2, "alpha must be a number in [0, 1]"),
         (["train", "--schedule", "sine"], 2, "schedule must be one of constant, step"),
-        (["train", "--epoch", "3"], 2, "did you mean --epochs?"),
+        (["train", "--epoch", "3"], 2, "Did you mean --epochs? (see threepass train --help)"),
+        (["train", "mnist"], 2, "threepass train: unexpected argument 'mnist' (see threepass train --help)"),
+        (["train", "--epochs", "many"], 2, 'unable to convert "many" into int'),
+        (["train", "--compile", "maybe"], 2, 'Choose from: "require"'),
+        (["train", "--lr", "-1"], 2, "lr must be positive, got -1.0"),
+        (["report"], 2, "RUNS requires an argument"),
         (["train", "--resume", "runs/none"], 1, "holds no run"),
-        (["fly"], 2, "fly"),
+        (["fly"], 2, 'Unknown command "fly". Available commands: compare, train'),
         (["bench", "--methods", "magic"], 1, "unknown method 'magic'"),
         (["bench", "--suite", "tpu"], 1, "suite must be one of gpu, cpu"),
         (["bench", "--scaling", "age", "--device", "cpu"], 1, "unknown sweep 'age'"),

@@ -1,23 +1,25 @@
 """compare and report: the files, the same start for all, resuming, diverged runs, intervals, attacks, the page."""
 
+import base64
+import io
 import json
 import math
 import re
-import struct
+import shutil
 import xml.etree.ElementTree as ET
-import zlib
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
 from threepass.models import mlp
+from threepass.page.images import data_uri, heat, picture
 from threepass.study import compare as study
 from threepass.study import robust
 from threepass.study.compare import Variant, by_alpha, by_strength, compare, cost, two_passes
-from threepass.study.figure import Line, Panel, alone, svg
-from threepass.study.images import heat, picture, png
 from threepass.study.intervals import paired, t_quantile
 from threepass.study.report import report
 from threepass.train.config import Config
@@ -174,8 +176,10 @@ def test_report_of_single_runs_and_of_several_comparisons(made, tmp_path):
     page = report(sorted(out.glob("*/seed-*")), tmp_path / "runs").read_text()
     assert "two-passes" in page
     assert page.count("data-toggles=") == 2  # seeds of one config are one series
-    both = report([out, out], tmp_path / "both").read_text()
+    shutil.copytree(out, tmp_path / "again")
+    both = report([out, tmp_path / "again", out], tmp_path / "both").read_text()
     assert "small: alpha 0.1" in both
+    assert "again: alpha 0.1" in both
     assert both.count("data-toggles=") == 4
 
 
@@ -186,20 +190,22 @@ def test_paired_interval():
     assert d == pytest.approx((3.0, 3 - half, 3 + half, 4), abs=1e-4)
     assert not d.shown
     assert paired([1.0], [3.0]) == (-2.0, None, None, 1)
+    assert paired([1.0, 2.0], [3.0, 4.5]) == (-2.25, None, None, 2)
+    assert paired([4.0, 5.0, 6.1], [1.0, 2.0, 3.0]).shown
+    same = paired([4.0, 5.0, 6.0], [1.0, 2.0, 3.0])
+    assert (same.low, same.high) == (3.0, 3.0)
+    assert not same.shown  # of no width
     assert paired([], []) is None
     assert [t_quantile(df) for df in (30, 31, 100)] == pytest.approx([2.0423, 2.0395, 1.9840], abs=1e-4)
 
 
-def test_png_round_trip():
+def test_images_are_written_and_read_back():
     image = torch.randint(0, 256, (5, 7, 3), dtype=torch.uint8)
-    file = png(image)
-    width, height, depth, colour = struct.unpack(">IIBB", file[16:26])
-    assert (width, height, depth, colour) == (7, 5, 8, 2)
-    (size,) = struct.unpack(">I", file[33:37])
-    rows = zlib.decompress(file[41 : 41 + size])
-    assert [rows[i * 22] for i in range(5)] == [0] * 5
-    assert b"".join(rows[i * 22 + 1 : (i + 1) * 22] for i in range(5)) == bytes(image.flatten().tolist())
-    assert struct.unpack(">I", file[41 + size : 45 + size])[0] == zlib.crc32(file[37 : 41 + size])
+    head, _, body = data_uri(image).partition(",")
+    assert head == "data:image/png;base64"
+    read = Image.open(io.BytesIO(base64.b64decode(body)))
+    assert (read.format, read.mode) == ("PNG", "RGB")
+    assert torch.equal(torch.from_numpy(np.array(read)), image)
     assert picture(torch.tensor([[[0.0, 1.0]]])).tolist() == [[[0, 0, 0], [255, 255, 255]]]
     assert heat(torch.tensor([[0.0, 2.0]]), 2.0).tolist() == [[[0, 0, 4], [252, 255, 164]]]
 
@@ -247,16 +253,3 @@ def test_attacks_are_in_pixels_whatever_the_normalisation(data):
 def test_data_beyond_pixels_keeps_its_own_range(data):
     wide = DataSet(*(Split(6 * s.x - 3, s.y) for s in (data.train, data.val)), (0.0,), (1.0,), data.classes, "wide")
     assert (robust.pixels(wide).low, robust.pixels(wide).high) == (-3.0, 3.0)
-
-
-def test_a_figure_stands_by_itself():
-    lines = [Line(0, [1, 2, 3], [1.0, 0.1, math.nan], [0.9, 0.05, 1.0], [1.1, 0.2, 1.0]), Line(9, [1, 2], [2.0, 0.0])]
-    drawing = svg(Panel("a", "A <title>", "epoch", lines, "note", logarithmic=True), [f"<{k}>" for k in range(10)], "s")
-    root = ET.fromstring(alone(drawing))
-    assert root.find("{*}title").text == "A <title>"
-    assert root.find("{*}style") is not None
-    assert "nan" not in drawing
-    assert root.get("viewBox") == root.get("data-whole")
-    shapes = {g.get("data-series"): g.find("{*}path[@class='mark']").get("d") for g in root.findall("{*}g/{*}g")}
-    assert len(shapes) == 10
-    assert shapes["0"] != shapes["8"]  # colours come again, with other markers

@@ -1,4 +1,4 @@
-"""The report in a real browser: no console errors, every figure drawn, working legends, phone and dark mode, saving."""
+"""The pages in a real browser: no console errors, every figure drawn, working legends, phone and dark mode, saving."""
 
 import base64
 import json
@@ -7,11 +7,14 @@ import shutil
 import time
 import xml.etree.ElementTree as ET
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
+from threepass.bench import page as bench
 from threepass.models import mlp
+from threepass.study import init_study
 from threepass.study.compare import by_alpha, by_strength, compare, two_passes
 from threepass.train.config import Config
 from threepass.train.data import load
@@ -113,10 +116,21 @@ def test_legend_toggles_hide_and_show_a_series_everywhere(browser, page):
     assert browser.get_log("browser") == []
 
 
+@pytest.fixture(scope="module")
+def pages(page, tmp_path_factory):
+    """The report, and the pages of bench and init-study."""
+    folder = tmp_path_factory.mktemp("pages")
+    for file in (Path(__file__).parents[1] / "results" / "bench").glob("*.json"):
+        shutil.copy(file, folder)
+    init_study.run(folder, depth=3, width=32, batch=2, draws=1)
+    return {"report": page, "bench": bench.write(folder), "init": folder / "init-study.html"}
+
+
+@pytest.mark.parametrize("name", ["report", "bench", "init"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 768, 1280])
-def test_nothing_sticks_out_and_text_can_be_read(browser, page, width, scheme):
-    show(browser, page, width, scheme)
+def test_nothing_sticks_out_and_text_can_be_read(browser, pages, name, width, scheme):
+    show(browser, pages[name], width, scheme)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     colours = "const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]"
     ink, paper = (luminance(colour) for colour in browser.execute_script(colours))
@@ -126,7 +140,8 @@ def test_nothing_sticks_out_and_text_can_be_read(browser, page, width, scheme):
         return [...document.querySelectorAll(".plot > text")].map(t =>
             parseFloat(getComputedStyle(t).fontSize) * t.getScreenCTM().a)""")
     assert min(sizes) > 9
-    shot(browser, f"{scheme}-{width}")
+    assert browser.get_log("browser") == []
+    shot(browser, f"{name}-{scheme}-{width}")
 
 
 def luminance(colour: str) -> float:

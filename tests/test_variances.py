@@ -2,6 +2,7 @@
 
 import copy
 import json
+import xml.etree.ElementTree as ET
 from itertools import pairwise
 
 import pytest
@@ -215,8 +216,12 @@ def test_the_study(tmp_path, capsys):
     assert stored["no_solution"] == found["no_solution"]
     assert {r["scheme"] for r in stored["results"]} == {"xavier", "kaiming", "geometric", "balanced"}
     assert len(stored["results"][0]["measured"]) == 3
-    figure = (tmp_path / "new" / "init-study.svg").read_text()
-    assert figure.startswith("<svg")
-    assert "nan" not in figure
+    page = (tmp_path / "new" / "init-study.html").read_text()
+    assert page.count("<figure") == 8 * 4  # nets x quantities
+    assert "nan" not in page
+    assert "“balanced”, mlp(784, 512, 10): no solution in 1 (784 to 512), 3 (512 to 10)." in page
+    drawing = ET.parse(tmp_path / "new" / "figures" / "relu-one-width-pass3.svg")
+    shown = [len(drawing.findall(f".//{{*}}g[@class='s1 {style}']")) for style in ("bare", "dashed", "points")]
+    assert shown == [1, 1, 1]
     with pytest.raises(ValueError, match="depth >= 2"):
         init_study.run(tmp_path, depth=1)

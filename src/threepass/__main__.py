@@ -1,5 +1,17 @@
-"""`python -m threepass`."""
+"""The program `threepass`, also as `python -m threepass`."""
 
-from .cli import main
+from typing import NoReturn
 
-raise SystemExit(main())
+
+def run_and_exit() -> NoReturn:
+    try:
+        from .cli import main
+    except ModuleNotFoundError as error:
+        if error.name != "cyclopts":
+            raise
+        raise SystemExit("threepass: the command line needs cyclopts: pip install 'threepass[train]'") from error
+    raise SystemExit(main())
+
+
+if __name__ == "__main__":
+    run_and_exit()

@@ -1,24 +1,26 @@
 """The program `threepass`: one subcommand a function of this file, one flag an argument, the same words as in Python.
 
-Flags are made from the functions' signatures, their help from the docstrings; a `Config` gives a flag for each setting.
+Flags come from the functions' signatures and their help from the docstrings; a dataclass gives a flag for each field.
 """
 
-import argparse
 import dataclasses
-import difflib
 import inspect
 import json
-import re
 import shlex
 import sys
-import types
-import typing
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from .errors import CaptureError
 from .train.config import Config
+
+if TYPE_CHECKING:
+    from .bench.case import Case
+    from .train.runs import Run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,9 +30,10 @@ def main(arguments: list[str] | None = None) -> int:
     sys.path.insert(0, "")  # a model of the user's own, "module:function", is looked for in the folder they stand in
     try:
         command, values = parse([a for a in arguments if a != "--debug"])
-        command(**values)
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+        command(*values.args, **values.kwargs)
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     except (ValueError, TypeError, OSError, ImportError, CaptureError) as error:
@@ -38,30 +41,114 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print(f"threepass: {error}", file=sys.stderr)
         return 1
-    return 0
+    return 0 if arguments else 2  # without a command the help is shown
 
 
-def train(
-    config: Config,
-    data: str = "digits",
-    model: str = "mlp",
-    name: str | None = None,
-    model_options: str = "{}",
-    init: str | None = None,
-    data_dir: Path | None = None,
-    device: str = "auto",
-    resume: Path | None = None,
-) -> None:
-    """Train a model on a data set; metrics and checkpoints go to runs/NAME.
+class UsageError(Exception):
+    """Arguments that the program does not take, in one line."""
+
+
+def parse(arguments: list[str]) -> tuple[Callable[..., Any], inspect.BoundArguments]:
+    """The command and its arguments, defaults included."""
+    try:
+        command, values, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+    except (CycloptsError, ValueError) as error:  # a ValueError comes from a dataclass that checks its fields
+        name = "threepass " + arguments[0] if arguments[0] in app else "threepass"
+        unused = error.unused_tokens if isinstance(error, UnusedCliTokensError) else None
+        words = f"unexpected argument {unused[0]!r}" if unused else str(error).rstrip(".")
+        raise UsageError(f"{name}: {words} (see {name} --help)") from error
+    values.apply_defaults()
+    return command, values
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained on what.
 
     Args:
         data: digits, mnist, fashion-mnist, cifar10, cifar100, or a folder of .npy / .npz arrays.
         model: mlp, plain20, resnet20 (or another depth 6n + 2), vit, or module:function of your own.
-        name: of the run; default: MODEL-DATA. An existing run is never overwritten.
         model_options: for the model's function, as JSON.
         init: xavier, kaiming, geometric or balanced; default: the model's own initialisation.
         data_dir: where the data is; default: $THREEPASS_DATA, then ~/.cache/threepass.
         device: cpu, cuda, or auto: cuda if there is one.
+    """
+
+    data: str = "digits"
+    model: str = "mlp"
+    model_options: str = "{}"
+    init: str | None = None
+    data_dir: Path | None = None
+    device: str = "auto"
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.replace(':', '-')}-{Path(self.data).name}"
+
+    def run(self, config: Config) -> "Run":
+        from .train.runs import Run
+
+        place = None if self.data_dir is None else str(self.data_dir)
+        return Run(self.data, self.model, json.loads(self.model_options), self.init, place, self.device, config)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One benchmark.
+
+    Args:
+        model: mlp, plain20, resnet20 (or another depth 6n + 2), resnet18, vit, or module:function of your own.
+        model_options: for the model's function, as JSON.
+        batch: images in a step.
+        image: their height and width.
+        precision: tf32, float32 or bf16; auto: tf32 on a GPU, float32 on a CPU.
+        methods: some of plain, paper, exact, alpha1, sam, finite, jacobian, double; default: all.
+        eager: measure eager steps.
+        best: measure every method at its best: captured or compiled, on a GPU as a CUDA graph.
+        rounds: samples of every method, which take turns.
+        device: cpu, cuda, or auto: cuda if there is one.
+        channels_last: the memory format of images; else contiguous.
+        threads: of a CPU; default: torch's own choice.
+    """
+
+    model: str = "plain20"
+    model_options: str = "{}"
+    batch: int = 128
+    image: int = 32
+    precision: str = "auto"
+    methods: tuple[str, ...] = ()
+    eager: bool = True
+    best: bool = True
+    rounds: int = 15
+    device: str = "auto"
+    channels_last: bool = True
+    threads: int | None = None
+
+    def case(self) -> "Case":
+        from .bench.case import Case
+        from .bench.methods import METHODS
+
+        settings = dataclasses.asdict(self)
+        options, methods = json.loads(settings.pop("model_options")), _words(settings.pop("methods"))
+        return Case(options=options, methods=methods or tuple(METHODS), **settings)
+
+
+Flat = Parameter(name="*")  # the fields are flags without a prefix
+Settings = Parameter(name="*", group="Settings")
+TASK, MEASUREMENT, CONFIG = Task(), Measurement(), Config()  # the defaults
+
+
+def train(
+    *,
+    task: Annotated[Task, Flat] = TASK,
+    name: str | None = None,
+    resume: Path | None = None,
+    config: Annotated[Config, Settings] = CONFIG,
+) -> None:
+    """Train a model on a data set; metrics and checkpoints go to runs/NAME.
+
+    Args:
+        name: of the run; default: MODEL-DATA. An existing run is never overwritten.
         resume: go on with the run in this folder; all other flags are its own.
     """
     from .train.runs import Run, fresh
@@ -69,9 +156,7 @@ def train(
     if resume is not None:
         folder, run = resume, Run.read(resume)
     else:
-        place = None if data_dir is None else str(data_dir)
-        run = Run(data, model, json.loads(model_options), init, place, device, config)
-        folder = fresh(Path("runs") / (name or f"{model.replace(':', '-')}-{Path(data).name}"))
+        folder, run = fresh(Path("runs") / (name or task.name)), task.run(config)
     try:
         result = run.train(folder, resume=resume is not None)
     except KeyboardInterrupt:
@@ -83,61 +168,50 @@ def train(
 
 
 def compare(
-    config: Config,
+    *,
     demo: bool = False,
-    data: str = "digits",
-    model: str = "mlp",
+    task: Annotated[Task, Flat] = TASK,
     alphas: tuple[float, ...] = (0.1,),
     strengths: tuple[float, ...] = (),
     seeds: int = 3,
     name: str | None = None,
-    model_options: str = "{}",
-    init: str | None = None,
-    data_dir: Path | None = None,
-    device: str = "auto",
     resume: bool = False,
+    config: Annotated[Config, Settings] = CONFIG,
 ) -> None:
     """Train by two passes and by three, on the same data order and initialisation, and write a report to runs/NAME.
 
     Args:
         demo: a small net on digits, with settings of its own: what `make demo` runs, in about two minutes.
-        data: digits, mnist, fashion-mnist, cifar10, cifar100, or a folder of .npy / .npz arrays.
-        model: mlp, plain20, resnet20 (or another depth 6n + 2), vit, or module:function of your own.
         alphas: one method each, in the config's mode, with the paper's learning rate lr / alpha.
         strengths: one method each, in the config's mode.
         seeds: runs of every method.
         name: of the folder; default: compare-MODEL-DATA. An existing one is never overwritten.
-        model_options: for the model's function, as JSON.
-        init: xavier, kaiming, geometric or balanced; default: the model's own initialisation.
-        data_dir: where the data is; default: $THREEPASS_DATA, then ~/.cache/threepass.
-        device: cpu, cuda, or auto: cuda if there is one.
         resume: go on with the comparison in runs/NAME.
     """
     from .init import init_
     from .study import compare as study
-    from .train.runs import Run, build
+    from .train.runs import build
 
-    command = shlex.join(["threepass", *sys.argv[1:]])
     if demo:
         study.digits_demo(Path("runs") / (name or "demo"), resume=resume, command="threepass compare --demo")
-    else:
-        place, options = None if data_dir is None else str(data_dir), json.loads(model_options)
-        found = Run(data, model, options, init, place, device, config).load()
+        return
+    run = task.run(config)
+    found = run.load()
 
-        def make_model() -> Any:
-            made = build(model, found, **options)
-            if init is not None:
-                init_(made, init)
-            return made
+    def make_model() -> Any:
+        made = build(run.model, found, **run.model_options)
+        if run.init is not None:
+            init_(made, run.init)
+        return made
 
-        common = dataclasses.replace(config, alpha=Config.alpha, strength=None, mode="paper", eta_over_alpha=False)
-        variants = [study.two_passes(), *(study.by_alpha(a, config.mode) for a in alphas)]
-        variants += [study.by_strength(s, config.mode) for s in strengths]
-        out = Path("runs") / (name or f"compare-{model.replace(':', '-')}-{Path(data).name}")
-        study.compare(found, make_model, common, variants, seeds, out, resume=resume, command=command)
+    common = dataclasses.replace(config, alpha=Config.alpha, strength=None, mode="paper", eta_over_alpha=False)
+    variants = [study.two_passes(), *(study.by_alpha(a, config.mode) for a in alphas)]
+    variants += [study.by_strength(s, config.mode) for s in strengths]
+    out, command = Path("runs") / (name or f"compare-{task.name}"), shlex.join(["threepass", *sys.argv[1:]])
+    study.compare(found, make_model, common, variants, seeds, out, resume=resume, command=command)
 
 
-def report(runs: tuple[Path, ...], out: Path = Path("runs/report")) -> None:
+def report(runs: tuple[Path, ...], /, *, out: Path = Path("runs/report")) -> None:
     """Build one page from any set of runs and comparisons.
 
     Args:
@@ -149,7 +223,7 @@ def report(runs: tuple[Path, ...], out: Path = Path("runs/report")) -> None:
     print(f"report: {write(list(runs), out)}")
 
 
-def data(name: str, download: bool = False, data_dir: Path | None = None) -> None:
+def data(name: str, /, *, download: bool = False, data_dir: Path | None = None) -> None:
     """Find a data set, and say what is in it.
 
     Args:
@@ -165,7 +239,7 @@ def data(name: str, download: bool = False, data_dir: Path | None = None) -> Non
     print("mean", *(f"{m:.4f}" for m in found.mean), " std", *(f"{s:.4f}" for s in found.std))
 
 
-def init_study(name: str = "init-study", depth: int = 8, width: int = 256, seed: int = 0) -> None:
+def init_study(*, name: str = "init-study", depth: int = 8, width: int = 256, seed: int = 0) -> None:
     """Measure the variances of both passes at initialisation, against the paper's equations; to runs/NAME.
 
     Args:
@@ -179,22 +253,12 @@ def init_study(name: str = "init-study", depth: int = 8, width: int = 256, seed:
 
     out = fresh(Path("runs") / name)
     run(out, depth=depth, width=width, seed=seed)
-    print(f"{out}: init-study.svg, init-study.json")
+    print(f"page: {out / 'init-study.html'}")
 
 
 def bench(
-    model: str = "plain20",
-    model_options: str = "{}",
-    batch: int = 128,
-    image: int = 32,
-    precision: str = "auto",
-    methods: tuple[str, ...] = (),
-    eager: bool = True,
-    best: bool = True,
-    rounds: int = 15,
-    device: str = "auto",
-    channels_last: bool = True,
-    threads: int | None = None,
+    *,
+    measurement: Annotated[Measurement, Flat] = MEASUREMENT,
     suite: str | None = None,
     scaling: tuple[str, ...] = (),
     out: Path | None = None,
@@ -204,18 +268,6 @@ def bench(
     """Measure what a training step costs: three passes, plain training, and what is used today.
 
     Args:
-        model: mlp, plain20, resnet20 (or another depth 6n + 2), resnet18, vit, or module:function of your own.
-        model_options: for the model's function, as JSON.
-        batch: images in a step.
-        image: their height and width.
-        precision: tf32, float32 or bf16; auto: tf32 on a GPU, float32 on a CPU.
-        methods: some of plain, paper, exact, alpha1, sam, finite, jacobian, double; default: all.
-        eager: measure eager steps.
-        best: measure every method at its best: captured or compiled, on a GPU as a CUDA graph.
-        rounds: samples of every method, which take turns.
-        device: cpu, cuda, or auto: cuda if there is one.
-        channels_last: the memory format of images; else contiguous.
-        threads: of a CPU; default: torch's own choice.
         suite: instead of one model, the list of the README: gpu or cpu.
         scaling: instead of one model, sweeps: depth, width, batch, image.
         out: write a JSON file; of a suite or sweep, the folder; default there: results/bench.
@@ -224,41 +276,25 @@ def bench(
     """
     from .bench import page, tables
     from .bench.case import Case, run
-    from .bench.methods import METHODS
     from .bench.scaling import scaling as sweep
     from .bench.suite import suite as run_suite
 
-    chosen, sweeps = (tuple(w for word in words for w in word.split(",")) for words in (methods, scaling))
     if table is not None:
         made = tables.markdown(table)
         print(made)
         for target in into:
             tables.fill(target, made)
         return
-    if suite is not None or sweeps:
+    case = measurement.case()
+    if suite is not None or scaling:
         folder = out or Path("results/bench")
         if suite is not None:
             run_suite(suite, folder)
-        if sweeps:
-            base = Case(precision=precision, eager=eager, best=best, rounds=rounds, device=device, threads=threads)
-            sweep(sweeps, base, folder)
+        if scaling:
+            kept = ("precision", "eager", "best", "rounds", "device", "threads")
+            sweep(_words(scaling), Case(**{name: getattr(case, name) for name in kept}), folder)
         print(f"page: {page.write(folder)}")
         return
-    options = json.loads(model_options)
-    case = Case(
-        model,
-        options,
-        batch,
-        image,
-        precision,
-        chosen or tuple(METHODS),
-        eager,
-        best,
-        rounds,
-        device,
-        channels_last,
-        threads,
-    )
     found = run(case)
     print(tables.text(found))
     if out is not None:
@@ -268,6 +304,8 @@ def bench(
 
 def reproduce(
     study: tuple[str, ...],
+    /,
+    *,
     seeds: int | None = None,
     epochs: int | None = None,
     examples: int | None = None,
@@ -307,98 +345,27 @@ def reproduce(
         given = {name: value for name, value in dataclasses.asdict(scale).items() if value is not None}
         scale = dataclasses.replace(plan.QUICK, **given)
     folder = results or Path("runs/paper-quick" if quick else "results/paper")
-    studies = [name for word in study for name in word.split(",")]
-    jobs = plan.plan([name for name in studies if name != "report"], scale)
+    jobs = plan.plan([name for name in _words(study) if name != "report"], scale)
     place = runner.Place(data, device, compile)
     if list:
         print("\n".join(runner.status(jobs, folder, place)))
         return
     if jobs:
         runner.train_missing(jobs, folder, place, minutes)
-    whole = scale.epochs is None and scale.examples is None
-    target = page or (Path("docs/claims.md") if whole and Path("docs").is_dir() else folder / "claims.md")
-    made_for = dataclasses.replace(scale, seeds=None) if whole else scale
-    print(f"page: {claims.write(folder, target, made_for, Path())}")
+    print(f"page: {claims.write(folder, page, scale)}")
+
+
+def _words(given: tuple[str, ...]) -> tuple[str, ...]:
+    """Words apart by spaces, commas or both."""
+    return tuple(part for word in given for part in word.split(","))
 
 
 COMMANDS: tuple[Callable[..., None], ...] = (compare, train, reproduce, bench, report, data, init_study)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
-        raise SystemExit(2)
-
-
-def parse(arguments: list[str]) -> tuple[Callable[..., None], dict[str, Any]]:
-    """The command, and its arguments."""
-    about = "Three-pass learning: train on the loss and on its gradient at the input. --debug shows tracebacks."
-    parser = _Parser("threepass", description=about, allow_abbrev=False)
-    choices = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    parsers = {}
-    for command in COMMANDS:
-        words = inspect.getdoc(command) or ""
-        summary = words.partition("\n")[0]
-        made = choices.add_parser(
-            command.__name__.replace("_", "-"), help=summary, description=summary, allow_abbrev=False
-        )
-        parsers[made.prog.split()[-1]] = (command, made)
-        helps = dict(re.findall(r"^    (\w+): (.*)$", words, re.M))
-        for p in inspect.signature(command).parameters.values():
-            if p.annotation is Config:
-                group = made.add_argument_group("settings")
-                comments = dict(re.findall(r"^    (\w+): .*  # (.*)$", inspect.getsource(Config), re.M))
-                kinds = typing.get_type_hints(Config)
-                for f in dataclasses.fields(Config):
-                    _add_flag(group, f.name, kinds[f.name], f.default, comments.get(f.name, ""))
-            else:
-                _add_flag(made, p.name, p.annotation, p.default, helps.get(p.name, ""))
-    known, unknown = parser.parse_known_args(arguments)
-    values = vars(known)
-    command, made = parsers[values.pop("command")]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], made._option_string_actions, 1)
-        made.error(f"unknown argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
-    if "config" in inspect.signature(command).parameters:
-        try:
-            values["config"] = Config(**{f.name: values.pop(f.name) for f in dataclasses.fields(Config)})
-        except ValueError as error:
-            made.error(str(error))
-    return command, values
-
-
-def _add_flag(to: Any, name: str, kind: Any, default: Any, text: str) -> None:
-    """One argument of a function: positional if it must be given, else a flag of its type.
-
-    bool | Literal["word"]: a switch that may be followed by a word.
-    """
-    words: tuple[str, ...] = ()
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        kinds = [k for k in typing.get_args(kind) if k is not type(None)]
-        words = next((typing.get_args(k) for k in kinds if typing.get_origin(k) is Literal), ())
-        kind = kinds[0]
-    text = text.replace("%", "%%")
-    several = typing.get_origin(kind) is tuple
-    kind = typing.get_args(kind)[0] if several else kind
-    if default is inspect.Parameter.empty:
-        to.add_argument(name, type=kind, help=text, **({"nargs": "+"} if several else {}))
-        return
-    flag = "--" + name.replace("_", "-")
-    if words:
-        to.add_argument(flag, nargs="?", const=True, default=default, choices=words, help=text)
-        to.add_argument("--no-" + flag[2:], dest=name, action="store_false", help=argparse.SUPPRESS)
-        return
-    if kind is bool:
-        to.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
-        return
-    shown = f" (default: {default})" if default not in (None, "", ()) else ""
-    options: dict[str, Any] = {"nargs": "*"} if several else {}
-    to.add_argument(
-        flag, type=kind, default=default, help=(text + shown).strip(), metavar=kind.__name__.upper(), **options
-    )
-
-
-def run_and_exit() -> NoReturn:
-    raise SystemExit(main())
+app = App(
+    name="threepass",
+    help="Three-pass learning: train on the loss and on its gradient at the input. --debug shows tracebacks.",
+    help_format="plaintext",
+    default_parameter=Parameter(consume_multiple=True, negative_iterable=(), negative_none=()),
+)
+for number, command in enumerate(COMMANDS):
+    app.command(command, sort_key=number)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -123,10 +124,7 @@ def compare(
     _check(variants, seeds)
     out = Path(out) if resume else fresh(Path(out))
     described = describe(data, make_model, config, variants, seeds, command, about, sigmas, radii)
-    if resume and (out / "compare.json").exists():
-        _check_same(json.loads((out / "compare.json").read_text()), described, out)
-    else:
-        write_json(out / "compare.json", described)
+    _begin(out, described, resume)
     for seed in range(seeds):
         for variant in variants:
             folder = out / variant.folder / f"seed-{seed}"
@@ -265,8 +263,6 @@ def _train(
     radii: Sequence[float],
 ) -> dict[str, Any]:
     """One run, from its checkpoint if there is one, and its measurements; result.json comes last."""
-    from ..train.tensorfile import save_file
-
     own = variant.config(config, seed)
     model = _fresh_model(make_model, data, seed)
     begun = any((folder / name / "state.json").exists() for name in ("checkpoint", "checkpoint.old"))
@@ -323,8 +319,6 @@ def _keep_examples(data: DataSet, make_model: Callable[[], nn.Module], variants:
     Six images have the largest geometric mean of |dl/dp| over the variants, a choice that favours none of them; then
     come the first two of different classes, whatever the results.
     """
-    from ..train.tensorfile import load_file, save_file
-
     p = robust.pixels(data)
     gradients, kept = {}, {}
     for v in variants:
@@ -396,7 +390,12 @@ def _check(variants: Sequence[Variant], seeds: int) -> None:
         raise ValueError(f"every variant needs a name of its own, also as a folder: {', '.join(map(repr, twice))}")
 
 
-def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
+def _begin(out: Path, now: dict[str, Any], resume: bool) -> None:
+    """Writes compare.json; a comparison that goes on must be the one that was begun."""
+    if not (resume and (out / "compare.json").exists()):
+        write_json(out / "compare.json", now)
+        return
+    before = json.loads((out / "compare.json").read_text())
     keys = ("data", "model", "config", "variants", "seeds", "sigmas", "radii")
     changed = [k for k in keys if before.get(k) != json.loads(json.dumps(now[k]))]
     if changed:

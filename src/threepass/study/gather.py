@@ -1,21 +1,32 @@
-"""Runs read from their folders, and grouped: what `report` shows."""
+"""Runs read from their folders, and grouped into series: what `report` shows.
+
+Runs are seeds of one series only if all that their results depend on is equal but the seed: data, model and its
+options, initialisation, and every setting. Only series of the same data and model are compared with each other.
+"""
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..page.render import count
+from ..train.config import Config
 from .intervals import Difference, paired
 
 Measure = Callable[["Run"], float | None]
+# Settings that do not change what a run computes, but for rounding
+WITHOUT_EFFECT = ("compile", "channels_last", "deterministic", "save_every", "probe_every", "align_every")
 
 
 @dataclass
 class Run:
-    """What a run's folder holds."""
+    """What a run's folder holds. `task`: data, model and initialisation, as far as its files tell."""
 
+    folder: Path
+    task: dict[str, Any]
     seed: int
     diverged: bool
     history: list[dict[str, Any]]
@@ -30,6 +41,21 @@ class Run:
         """Under noise or an attack of this size, in percent."""
         curve = (self.robustness or {}).get(kind)
         return 100 * curve["accuracy"][curve["at"].index(at)] if curve and at in curve["at"] else None
+
+    @property
+    def place(self) -> Path:
+        """The folder that its series is named after: of NAME/seed-0, NAME."""
+        return self.folder.parent if self.folder.name.startswith("seed-") else self.folder
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that its results depend on, but for the task and the seed."""
+        every = Config().to_dict() | self.config
+        return {name: value for name, value in every.items() if name not in (*WITHOUT_EFFECT, "seed")}
+
+    @property
+    def is_two_passes(self) -> bool:
+        return self.config.get("alpha") == 1.0 and not self.config.get("strength")
 
 
 @dataclass
@@ -47,21 +73,27 @@ class Group:
     def values(self, of: Measure) -> list[float]:
         return [v for run in self.complete if (v := of(run)) is not None]
 
+    def pairs(self, of: Measure) -> list[tuple[float, float]]:
+        """The baseline's value and this group's, for every seed that both have."""
+        if self.baseline is None or self.baseline is self:
+            return []
+        theirs, mine = ({r.seed: v for r in g.complete if (v := of(r)) is not None} for g in (self.baseline, self))
+        return [(theirs[seed], mine[seed]) for seed in mine if seed in theirs]
+
     def against(self, of: Measure) -> Difference | None:
         """The difference to the baseline over the seeds that both have."""
-        if self.baseline is None or self.baseline is self:
-            return None
-        mine, theirs = ({r.seed: v for r in g.complete if (v := of(r)) is not None} for g in (self, self.baseline))
-        seeds = [seed for seed in mine if seed in theirs]
-        return paired([mine[seed] for seed in seeds], [theirs[seed] for seed in seeds])
+        pairs = self.pairs(of)
+        return paired([after for _, after in pairs], [before for before, _ in pairs])
 
 
 @dataclass
 class Study:
-    """All that is reported: the series, and the comparisons that they come from, each with what compare.json says."""
+    """All that is reported: the series (of them, `loose`: those of single runs), the comparisons, and what to know."""
 
     groups: list[Group] = field(default_factory=list)
-    compared: list[tuple[Path, dict[str, Any]]] = field(default_factory=list)
+    loose: list[Group] = field(default_factory=list)
+    compared: list[tuple[Path, dict[str, Any]]] = field(default_factory=list)  # with what compare.json holds
+    notes: list[str] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
@@ -69,37 +101,36 @@ class Study:
 
     def heading(self, folder: Path) -> str:
         """The comparison's name, where there are several."""
-        return folder.resolve().name if len(self.compared) > 1 else ""
+        return folder.name if len(self.compared) > 1 else ""
 
 
 def gather(folders: Sequence[Path]) -> Study:
     """Reads the folders. With several comparisons, each one's name goes before its variants' names."""
     if not folders:
         raise ValueError("nothing to report on: give the folder of at least one run")
-    study, loose = Study(), dict[str, Group]()
-    several = sum((folder / "compare.json").exists() for folder in folders) > 1
-    for folder in folders:
-        if (folder / "compare.json").exists():
-            about = json.loads((folder / "compare.json").read_text())
-            study.compared.append((folder, about))
-            study.groups += _compared(folder, about, f"{folder.resolve().name}: " if several else "")
-        elif (folder / "metrics.jsonl").exists():
-            run, place = read(folder), folder.resolve()
-            alike = json.dumps(run.config | {"seed": None}, sort_keys=True) if run.config else str(place)
-            if alike not in loose:
-                loose[alike] = Group(place.parent.name if place.name.startswith("seed-") else place.name, [])
-                study.groups.append(loose[alike])
-            loose[alike].runs.append(run)
+    study, single = Study(), list[Run]()
+    places = {folder.resolve(): folder for folder in folders}
+    several = sum((place / "compare.json").exists() for place in places) > 1
+    for place, folder in places.items():
+        if (place / "compare.json").exists():
+            about = json.loads((place / "compare.json").read_text())
+            study.compared.append((place, about))
+            study.groups += _compared(place, about, f"{place.name}: " if several else "")
+        elif (place / "metrics.jsonl").exists():
+            single.append(read(place))
         else:
             raise FileNotFoundError(
                 f"{folder} holds no run: there is neither compare.json nor metrics.jsonl in it; "
                 "give a folder that `threepass compare` or `threepass train` wrote"
             )
+    study.loose = _grouped(single, study.notes)
+    study.groups += study.loose
     if not any(run.history for group in study.groups for run in group.runs):
         raise ValueError(f"nothing to report on: no run in {', '.join(map(str, folders))} has finished an epoch")
-    two = [g for g in loose.values() if g.runs[0].config.get("alpha") == 1.0 and not g.runs[0].config.get("strength")]
-    for group in loose.values():
-        group.baseline = next(iter(two or loose.values()))
+    for group in study.groups:
+        if n := sum(run.diverged for run in group.runs):
+            runs = count(len(group.runs), "run")
+            study.notes.append(f"{group.name}: {n} of {runs} diverged and left out of all figures.")
     return study
 
 
@@ -114,11 +145,24 @@ def read(folder: Path) -> Run:
     about = content("result.json") or content("run.json") or content("checkpoint/state.json") or {}
     config = about.get("config", {})
     diverged = bool(history) and not is_finite(history[-1])
-    return Run(config.get("seed", 0), diverged, history, config, content("robustness.json"), content("variances.json"))
+    measured = content("robustness.json"), content("variances.json")
+    return Run(folder, _task(folder, about), config.get("seed", 0), diverged, history, config, *measured)
 
 
 def is_finite(metrics: dict[str, Any]) -> bool:
     return all(math.isfinite(metrics[k]) for k in ("train_loss", "val_loss", "train_input_loss", "val_input_loss"))
+
+
+def _task(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """What run.json says of data, model and initialisation; else the comparison that the run is part of.
+
+    `fit` records none of this: such runs are alike only if they are seed-0, seed-1, ... of one folder.
+    """
+    if "model" in about:
+        return {name: about.get(name) for name in ("data", "model", "model_options", "init")}
+    if (folder.parent.parent / "compare.json").exists():
+        return {"comparison": str(folder.parent.parent)}
+    return {"unknown": str(folder.parent if folder.name.startswith("seed-") else folder)}
 
 
 def _compared(folder: Path, about: dict[str, Any], prefix: str) -> list[Group]:
@@ -129,3 +173,51 @@ def _compared(folder: Path, about: dict[str, Any], prefix: str) -> list[Group]:
     for group in groups.values():
         group.baseline = groups[about["baseline"]]
     return list(groups.values())
+
+
+def _grouped(runs: Sequence[Run], notes: list[str]) -> list[Group]:
+    """Single runs as series, compared within their task."""
+    alike: dict[str, list[Run]] = {}
+    for run in runs:
+        alike.setdefault(json.dumps([run.task, run.settings], sort_keys=True), []).append(run)
+    groups = [Group(name, members) for name, members in zip(_names(alike.values()), alike.values(), strict=True)]
+    for group in groups:
+        group.runs = _one_a_seed(group, notes)
+        rivals = [g for g in groups if g.runs[0].task == group.runs[0].task]
+        plain = [g for g in rivals if g.runs[0].is_two_passes]
+        group.baseline = min(plain or rivals[:1], key=lambda g: len(differing([g, group])))
+        if "unknown" in group.runs[0].task and len(groups) > 1:
+            notes.append(f"{group.name}: its files do not name data and model, so it is compared with no other series.")
+    return groups
+
+
+def _one_a_seed(group: Group, notes: list[str]) -> list[Run]:
+    """The newest run of every seed: the same seed again is no further evidence."""
+    newest: dict[int, Run] = {}
+    for run in sorted(group.runs, key=lambda run: (run.folder / "metrics.jsonl").stat().st_mtime_ns):
+        newest[run.seed] = run
+    for seed, times in Counter(run.seed for run in group.runs).items():
+        if times > 1:
+            names = ", ".join(_tail(run.folder, 2) for run in group.runs if run.seed == seed)
+            kept = f"only the newest, {_tail(newest[seed].folder, 2)}, is used"
+            notes.append(f"{group.name}: seed {seed} occurs {times} times ({names}); {kept}.")
+    return [newest[seed] for seed in sorted(newest)]
+
+
+def _names(series: Iterable[Sequence[Run]]) -> list[str]:
+    """Of every series, as much of its first run's place as tells them all apart."""
+    places = [runs[0].place for runs in series]
+    if len(set(places)) < len(places):
+        places = [runs[0].folder for runs in series]
+    every = ([_tail(place, k) for place in places] for k in range(1, 99))
+    return next(names for names in every if len(set(names)) == len(places))
+
+
+def _tail(path: Path, parts: int) -> str:
+    return "/".join(path.parts[-parts:])
+
+
+def differing(groups: Sequence[Group]) -> list[str]:
+    """The settings in which series differ."""
+    every = [g.runs[0].settings for g in groups]
+    return [name for name in every[0] if any(settings.get(name) != every[0][name] for settings in every)]

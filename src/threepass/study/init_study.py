@@ -7,6 +7,7 @@ They have no padding either, which takes part of the variance at every layer.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -21,11 +22,10 @@ from torch.nn import functional as F
 from ..init import LAYERS, NO_ROOT, SCHEMES, Layer, init_
 from ..inspect.variances import Row, predicted, variances
 from ..models import mlp, plain
-from .panels import Grid, Series, svg
+from ..page.figure import Figure, Line, Panel, number
+from ..page.writer import Cell, Table, write_page
 
-COLOURS = dict(zip(SCHEMES, ("#0072b2", "#d55e00", "#009e73", "#cc79a7"), strict=True))
 QUANTITIES = {"u": "Var[u], eq1", "pass2": "Var[Δv], eq2", "pass3": "Var[∇v], eq3", "both": "Var[Δv + ∇v], eq4"}
-CAPTION = "rings: measured; solid: the paper's equations; dashed: with the correlations they leave out; across: layer"
 
 
 class Net(NamedTuple):
@@ -42,7 +42,7 @@ class Net(NamedTuple):
 def run(out: Path, depth: int = 8, width: int = 256, batch: int = 64, draws: int = 4, seed: int = 0) -> dict[str, Any]:
     """Measures perceptrons of `depth` layers and plain-20 under the four initialisers, as means over draws of weights.
 
-    Writes init-study.json and init-study.svg to `out`, prints how well the equations hold and where "balanced" has no
+    Writes init-study.json and init-study.html to `out`, prints how well the equations hold and where "balanced" has no
     solution, and returns what the JSON file holds.
     """
     if depth < 2 or width < 16 or batch < 1 or draws < 1:
@@ -61,7 +61,7 @@ def run(out: Path, depth: int = 8, width: int = 256, batch: int = 64, draws: int
     settings = {"depth": depth, "width": width, "batch": batch, "draws": draws, "seed": seed}
     found = {"settings": settings, "agreement": agreement, "no_solution": missing, "results": results}
     (out / "init-study.json").write_text(json.dumps(found, default=asdict) + "\n")
-    (out / "init-study.svg").write_text(svg(_grid(results), COLOURS, CAPTION))
+    _write(out / "init-study.html", found)
     print("measured / predicted: smallest and largest over layers and initialisers")
     for name, ratios in agreement.items():
         print(f"  {name}: " + ", ".join(f"{q} {low:.2g} to {high:.2g}" for q, (low, high) in ratios.items()))
@@ -126,14 +126,35 @@ def _without_root(layers: Iterable[Layer]) -> list[str]:
     return [f"{r.name} ({r.n_in} to {r.n_out})" for r in layers if r.note == NO_ROOT]
 
 
-def _grid(results: list[dict[str, Any]]) -> Grid:
-    grid: Grid = {}
-    for r in results:
-        for q, title in QUANTITIES.items():
-            colour, cell = COLOURS[r["scheme"]], grid.setdefault((r["net"], title), [])
-            cell.append(Series(colour, [getattr(row, q) for row in r["equations"]]))
-            if q in ("pass3", "both"):
-                cell.append(Series(colour, [getattr(row, q) for row in r["correlated"]], dashed=True))
-            radius = 2.0 + 0.9 * SCHEMES.index(r["scheme"])  # rings of one value lie around each other
-            cell.append(Series(colour, [getattr(row, q) for row in r["measured"]], radius))
-    return grid
+def _write(page: Path, found: dict[str, Any]) -> None:
+    nets = {name: list(_figures(name, found["results"])) for name in found["agreement"]}
+    quantities = list(next(iter(found["agreement"].values())))
+    rows = []
+    for name, ratios in found["agreement"].items():
+        rows.append((name, [Cell(" to ".join(number(end, 2) for end in ratios[q])) for q in quantities]))
+    caption = "Measured over predicted: smallest and largest over layers and initialisers."
+    write_page(
+        page,
+        "init_study.html.j2",
+        [figure for figures in nets.values() for figure in figures],
+        nets=nets,
+        schemes=list(SCHEMES),
+        agreement=Table(caption, [QUANTITIES[q.split()[0]] + ", correlated" * (" " in q) for q in quantities], rows),
+        **{name: found[name] for name in ("settings", "no_solution")},
+    )
+
+
+def _figures(net: str, results: list[dict[str, Any]]) -> Iterator[Figure]:
+    """One figure a quantity, over the layers from the input on."""
+    for q, title in QUANTITIES.items():
+        lines = []
+        for r in results:
+            if r["net"] == net:
+                k = SCHEMES.index(r["scheme"])
+                styles = {"equations": "bare", "correlated": "dashed", "measured": "points"}
+                for kind, style in styles.items():
+                    if kind != "correlated" or q in ("pass3", "both"):
+                        values = [getattr(row, q) for row in r[kind]]
+                        lines.append(Line(k, range(len(values)), values, style=style))  # type: ignore[arg-type]
+        slug, note = re.sub(r"\W+", "-", f"{net} {q}"), f"{net}; points: measured"
+        yield Figure(Panel(slug, title, "layer", lines, note, logarithmic=True, wide=280), SCHEMES)

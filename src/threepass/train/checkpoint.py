@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..tape.state import random_state, set_random_state
-from .tensorfile import load_file, save_file
 
 FORMAT = 1
 

@@ -21,39 +21,72 @@ class Config:
     update="epoch" with reduction="sample" is Algorithm 1 as printed: one update an epoch, of gradients summed over the
     set. `eta_over_alpha` is the paper's rule: the learning rate is lr / alpha, so that backpropagation's part moves the
     weights as lr would.
+
+    Args:
+        epochs: the number of epochs
+        batch_size: samples in a batch
+        update: update the weights after every batch, or once an epoch: batch, epoch
+        epsilon: stop when an epoch's total error is at most this
+        alpha: the weight of backpropagation; 1 is plain training
+        alpha_end: alpha at the end of the run, if it changes
+        reduction: of the input loss: batch, sample
+        mode: of the third pass: paper, exact
+        strength: of the penalty, instead of alpha and reduction
+        sam: radius of sharpness-aware minimisation, with alpha 1; 0: none
+        every: run the third pass in every k-th step only
+        input_at: the module whose output counts as the input
+        optimizer: sgd, adam, adamw, or a class of torch.optim
+        lr: the learning rate
+        eta_over_alpha: divide the learning rate by alpha, as the paper does
+        momentum: of sgd
+        weight_decay: the optimizer's
+        schedule: of the learning rate: constant, step, cosine
+        milestones: of the step schedule, as fractions of the run
+        gamma: the factor on the learning rate at a milestone
+        warmup: epochs in which the learning rate rises to its value
+        label_smoothing: of the cross-entropy
+        augment: random crops after padding by 4, and horizontal flips
+        precision: float32, tf32, bf16
+        compile: run the steps as compiled programs; require: raise an error where that is not possible
+        channels_last: the memory format of images
+        deterministic: use deterministic kernels only
+        seed: of initialisation, data order and augmentation
+        probe_every: epochs between measurements of both passes' gradients; 0: never
+        align_every: epochs between measurements of the paper's gradient against the exact one; 0: never
+        save_every: epochs between checkpoints
     """
 
-    epochs: int = 10  # stop after so many
+    epochs: int = 10
     batch_size: int = 128
-    update: str = "batch"  # after every batch, or once an epoch: batch, epoch
-    epsilon: float | None = None  # stop when an epoch's total error is at most this
-    alpha: float = 0.1  # the weight of backpropagation; 1 is plain training
-    alpha_end: float | None = None  # alpha at the end of the run, if it moves
-    reduction: str = "batch"  # of the input loss: batch, sample
-    mode: str = "paper"  # of the third pass: paper, exact
-    strength: float | None = None  # of the penalty, instead of alpha and reduction
-    sam: float = 0.0  # radius of sharpness-aware minimisation, with alpha 1; 0: none
-    every: int = 1  # the third pass in every so many steps
-    input_at: str | None = None  # the module whose output counts as the input
-    optimizer: str = "sgd"  # sgd, adam, adamw, or a class of torch.optim
-    lr: float = 0.1  # learning rate
-    eta_over_alpha: bool = False  # divide the learning rate by alpha, as the paper does
-    momentum: float = 0.9  # of sgd
+    update: str = "batch"
+    epsilon: float | None = None
+    alpha: float = 0.1
+    alpha_end: float | None = None
+    reduction: str = "batch"
+    mode: str = "paper"
+    strength: float | None = None
+    sam: float = 0.0
+    every: int = 1
+    input_at: str | None = None
+    optimizer: str = "sgd"
+    lr: float = 0.1
+    eta_over_alpha: bool = False
+    momentum: float = 0.9
     weight_decay: float = 0.0
-    schedule: str = "constant"  # of the learning rate: constant, step, cosine
-    milestones: tuple[float, ...] = (0.5, 0.75)  # of the schedule step, as parts of the run
-    gamma: float = 0.1  # the learning rate's factor at a milestone
-    warmup: int = 0  # epochs in which the learning rate rises to its value
+    schedule: str = "constant"
+    milestones: tuple[float, ...] = (0.5, 0.75)
+    gamma: float = 0.1
+    warmup: int = 0
     label_smoothing: float = 0.0
-    augment: bool = False  # random crops after padding by 4, and mirror images
-    precision: str = "float32"  # float32, tf32, bf16
-    compile: bool | Literal["require"] = False  # steps as compiled programs; require: an error where that cannot be
+    augment: bool = False
+    precision: str = "float32"
+    compile: bool | Literal["require"] = False
     channels_last: bool = False
-    deterministic: bool = False  # only deterministic kernels
-    seed: int = 0  # of initialisation, data order and augmentation
-    probe_every: int = 1  # epochs between measurements of both passes' gradients; 0: never
-    align_every: int = 0  # epochs between measurements of paper against exact; 0: never
-    save_every: int = 1  # epochs between checkpoints
+    deterministic: bool = False
+    seed: int = 0
+    probe_every: int = 1
+    align_every: int = 0
+    save_every: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "milestones", tuple(self.milestones))

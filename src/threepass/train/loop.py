@@ -246,16 +246,14 @@ class Trainer:
     def _write_tensorboard(self, metrics: dict[str, Any]) -> None:
         """The newest metrics for TensorBoard, where it is installed."""
         try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+            from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             return
         if self._writer is None:
-            self._writer = EventFileWriter(str(self.folder / "tensorboard")) if self.folder is not None else None
-        numbers = {k.replace("_", "/", 1): float(v) for k, v in metrics.items() if k != "epoch"}
-        values = [summary_pb2.Summary.Value(tag=tag, simple_value=v) for tag, v in numbers.items()]
-        summary = summary_pb2.Summary(value=values)
-        self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=metrics["epoch"], summary=summary))
+            self._writer = SummaryWriter(f"{self.folder}/tensorboard")
+        for name, value in metrics.items():
+            if name != "epoch":
+                self._writer.add_scalar(name.replace("_", "/", 1), value, metrics["epoch"])
         self._writer.flush()
 
     def save(self) -> None:

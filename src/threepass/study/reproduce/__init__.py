@@ -5,6 +5,8 @@ plan.py      the studies, as lists of training runs
 records.py   results/paper/STUDY.json: what every finished run left
 runner.py    trains what is missing, and stops in time
 measure.py   what is measured on a trained net besides its history
-verdicts.py  the rules by which records confirm or refute a claim
-page.py      docs/claims.md and its figures, from the records alone
+rules.py     the rules by which records confirm or refute a claim
+claims.py    the claims, each as a list of comparisons
+figures.py   the figures of the page
+page.py      docs/claims.md, from the records alone
 """

@@ -2,9 +2,9 @@
 
 A claim is a list of comparisons. Where one is a difference, it is taken between runs of the same seed, and its 95 %
 interval (Student's t over seeds) decides: wholly on the claimed side of zero confirms it, wholly on the other side
-refutes it, and anything else, one seed alone included, is unclear. A claim is refuted if one of its comparisons is,
-confirmed if all of them are, and not run if none of them is. Where a comparison asks whether something happens (a run
-stalls), it must happen with every seed to be confirmed, and with none to be refuted.
+refutes it, and anything else, fewer than three seeds included, is unclear. A claim is refuted if one of its comparisons
+is, confirmed if all of them are, and not run if none of them is. Where a comparison asks whether something happens (a
+run stalls), it must happen with every seed to be confirmed, and with none to be refuted.
 """
 
 import dataclasses
@@ -157,8 +157,8 @@ def sign_of(d: Difference | None, sign: int) -> str:
 def difference_text(d: Difference | None) -> str:
     if d is None:
         return ""
-    interval = "1 seed" if d.low is None else f"{d.low:+.2f} to {d.high:+.2f}, {d.n} seeds"
-    return f"{d.mean:+.2f} ({interval})"
+    seeds = f"{d.n} seed{'s' * (d.n > 1)}"
+    return f"{d.mean:+.2f} ({seeds if d.low is None else f'{d.low:+.2f} to {d.high:+.2f}, {seeds}'})"
 
 
 def compare(what: str, after: Cell, before: Cell, of: Of, sign: int, theirs: str = "") -> Row:

@@ -1,34 +1,25 @@
-"""Small PNG images as data URIs, without an imaging library."""
+"""Small PNG images as data URIs."""
 
 import base64
-import struct
-import zlib
+import io
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 # black, violet, red, orange, pale yellow: rising in lightness, so that it reads without colour too
 HEAT = ((0, 0, 4), (66, 10, 104), (147, 38, 103), (221, 81, 58), (252, 165, 10), (252, 255, 164))
 
 
-def png(image: Tensor) -> bytes:
-    """A PNG file of an H x W x 3 uint8 image.
-
-    >>> png(torch.zeros(2, 3, 3, dtype=torch.uint8))[:8]
-    b'\\x89PNG\\r\\n\\x1a\\n'
-    """
-    height, width, _ = image.shape
-    rows = b"".join(b"\0" + bytes(row.flatten().tolist()) for row in image)
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")
-
-
 def data_uri(image: Tensor) -> str:
-    return "data:image/png;base64," + base64.b64encode(png(image)).decode()
+    """An H x W x 3 uint8 image as a PNG file in a data URI.
+
+    >>> data_uri(torch.zeros(2, 3, 3, dtype=torch.uint8))[:26]
+    'data:image/png;base64,iVBO'
+    """
+    file = io.BytesIO()
+    Image.fromarray(image.numpy()).save(file, "png")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def picture(x: Tensor) -> Tensor:
