@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir .site
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .PHONY: setup test test-all test-versions check demo bench docs clean
@@ -28,7 +29,7 @@ check: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/mkdocs build --strict --quiet --site-dir .site
+	$(MKDOCS) --quiet
 
 demo: setup
 	$(BIN)/threepass compare --demo
@@ -37,7 +38,7 @@ bench: setup
 	$(BIN)/threepass bench
 
 docs: setup
-	$(BIN)/mkdocs build --strict --site-dir .site
+	$(MKDOCS)
 
 clean:
 	rm -rf $(VENV) .venvs .site .pytest_cache .mypy_cache .ruff_cache runs

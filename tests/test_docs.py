@@ -1,24 +1,48 @@
-"""The Python blocks of README and docs run, in order, as a reader would type them."""
+"""README and docs: their Python blocks run as a reader would type them, and their numbers are those of results/."""
 
+import importlib
 import json
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
+import threepass
 from threepass.bench.tables import BEGIN, END, markdown
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BENCH = ROOT / "results" / "bench"
+COLUMNS = {  # of the tables of costs: file, and eager or compiled
+    "plain-20, GPU, eager": ("h200-plain20-128-tf32", "eager"),
+    "plain-20, CPU, eager": ("cpu-plain20-128-float32", "eager"),
+    "plain-20, GPU, compiled": ("h200-plain20-128-tf32", "best"),
+    "plain-20, CPU, compiled": ("cpu-plain20-128-float32", "best"),
+    "ResNet-18, GPU, compiled": ("h200-resnet18-256-bf16", "best"),
+    "ViT-Tiny, GPU, compiled": ("h200-vit-depth12-256-bf16", "best"),
+}
+METHODS = {
+    "paper mode": "paper",
+    "exact mode": "exact",
+    "SAM": "sam",
+    "finite differences": "finite",
+    "double backward": "double",
+}
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
 
 
 @pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_python_blocks_run(page):
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
     namespace: dict = {"__name__": "page"}
-    for block in blocks:
+    for block in blocks(page):
         exec(compile(block, str(page), "exec"), namespace)
 
 
@@ -28,15 +52,64 @@ def test_files_that_pages_name_exist():
             assert (ROOT / name).exists(), f"{page.name} names {name}"
 
 
+def test_links_of_pages_outside_the_site_lead_somewhere():
+    """mkdocs checks those between the pages of the site."""
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            assert link.startswith("https://") or (ROOT / link).exists(), f"{page.name} links to {link}"
+
+
 def test_measured_figures_are_those_of_the_result_files():
-    """After new results: threepass bench --table results/bench --into README.md docs/speed.md"""
-    made = markdown(ROOT / "results" / "bench")
-    for page in (ROOT / "README.md", ROOT / "docs" / "speed.md"):
-        assert f"{BEGIN}\n{made}\n{END}\n" in page.read_text()
+    """After new results: threepass bench --table results/bench --into docs/speed-details.md"""
+    assert f"{BEGIN}\n{markdown(BENCH)}\n{END}\n" in (ROOT / "docs" / "speed-details.md").read_text()
+
+
+def cost_table(title: str) -> str:
+    """Time or memory: a row for every method, relative to plain training of the same form."""
+    what = {"time": "ratio", "memory": "peak_ratio"}[title]
+    reports = {file: json.loads((BENCH / f"{file}.json").read_text())["methods"] for file, _ in COLUMNS.values()}
+    lines = [f"| {title} | {' | '.join(COLUMNS)} |", "| --- |" + " --- |" * len(COLUMNS)]
+    for name, method in METHODS.items():
+        cells = [reports[file].get(method, {}).get(form, {}).get(what) for file, form in COLUMNS.values()]
+        lines.append(f"| {name} | {' | '.join('' if z is None else f'{z:.2f}x' for z in cells)} |")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("page", "title"), [("README.md", "time"), ("docs/speed.md", "time"), ("docs/speed.md", "memory")]
+)
+def test_costs_are_those_of_the_result_files(page, title):
+    """After new results, put the table that this expects between the page's marks."""
+    found = re.search(rf"<!-- {title}, from results/bench -->\n(.*?)\n<!-- end -->", (ROOT / page).read_text(), re.S)
+    assert found is not None
+    assert found[1] == cost_table(title)
+
+
+@pytest.mark.parametrize("device", ["cpu", "h200"])
+def test_exponents_are_those_of_the_result_files(device):
+    sweeps = json.loads((BENCH / f"{device}-scaling.json").read_text())["sweeps"]
+    page = (ROOT / "docs" / "speed-details.md").read_text()
+    table = page[page.index(f"`results/bench/{device}-scaling.json`") :]
+    for sweep, forms in sweeps.items():
+        exponents = [f"{forms['best'][method]['seconds_exponent']:.2f}" for method in ("plain", "paper", "exact")]
+        row = re.search(rf"\| {sweep}, [^|]*\| (.*) \|", table)
+        assert row is not None
+        assert row[1].split(" | ") == exponents
+
+
+def test_captures_are_those_of_the_result_file():
+    report = json.loads((BENCH / "h200-captures.json").read_text())
+    checks = [check for row in report["rows"] for check in row["checks"]]
+    seconds = [row["check_seconds"] for row in report["rows"]]
+    page = " ".join((ROOT / "docs" / "compile.md").read_text().split())
+    assert not report["refused"]
+    assert f"{len(checks)} checks, none refused" in page
+    assert f"the largest error was {max(check['worst'] for check in checks):.2f} of the allowed one" in page
+    assert f"took {min(seconds):.1f} to {max(seconds):.0f} s" in page
 
 
 def test_demo_figures_are_those_of_the_result_files():
-    table = re.search(r"<!-- results/demo -->\n((?:\|.*\n)+)", (ROOT / "README.md").read_text())
+    table = re.search(r"<!-- results/demo -->\n((?:\|.*\n)+)", (ROOT / "docs" / "index.md").read_text())
     assert table is not None
     shown = [
         re.findall(r"[\d.]+(?= %? ?\|)", row.partition("|")[2].partition("|")[2]) for row in table[1].splitlines()[2:]
@@ -51,7 +124,29 @@ def test_demo_figures_are_those_of_the_result_files():
 
 
 def test_the_refusal_in_add_a_rule_is_real(capsys):
-    text = (ROOT / "docs" / "add-a-rule.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
-    exec("\n".join(blocks[:2]).replace("ScaleShift", "Other"), {"__name__": "page"})
+    source = "\n".join(blocks(ROOT / "docs" / "add-a-rule.md")[:2])
+    exec(source.replace("ScaleShift", "Other"), {"__name__": "page"})
     assert "Other - its backward" in capsys.readouterr().out
+
+
+def test_the_api_reference_has_every_public_name():
+    page = (ROOT / "docs" / "api.md").read_text()
+    entries = re.findall(r"^::: threepass\.([\w.]+)", page, re.M)
+    listed = {name for names in re.findall(r"members: \[(.*)\]", page) for name in names.split(", ")}
+    for name in threepass.__all__:
+        assert {name, f"train.loop.{name}"} & {*entries} or name in listed, f"docs/api.md lacks {name}"
+    for entry in entries:
+        module, _, name = entry.rpartition(".")
+        assert hasattr(importlib.import_module(f"threepass.{module}".rstrip(".")), name)
+
+
+def test_the_site_loads_nothing_from_a_network(tmp_path):
+    mkdocs = shutil.which("mkdocs", path=Path(sys.executable).parent)
+    assert mkdocs is not None
+    command = [mkdocs, "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=240, env={"NO_MKDOCS_2_WARNING": "1", "PATH": ""})
+    for page in (tmp_path / "site").glob("*.html"):
+        text = page.read_text()
+        assert not re.findall(r"<(?:script|img|iframe)[^>]+src=\"?(?:https?:)?//[^>]*", text), page.name
+        assert not re.findall(r"<link[^>]+rel=\"?(?:stylesheet|preconnect)[^>]+href=\"?(?:https?:)?//[^>]*", text)
+    assert (tmp_path / "site" / "search" / "search_index.json").exists()

@@ -21,7 +21,11 @@ class Place:
 
 
 class UnsupportedError(RuntimeError):
-    """Lists every place of the model that has no third pass; raised with gradients, buffers and RNG as they were."""
+    """Lists every operation of the model that has no third pass; gradients, buffers and random state are unchanged.
+
+    Attributes:
+        places: the operations, each with `module`, `operation`, `reason` and `advice`.
+    """
 
     def __init__(self, places: list[Place]):
         self.places = list({(place.module, place.operation): place for place in reversed(places)}.values())[::-1]
@@ -33,9 +37,10 @@ class UnsupportedError(RuntimeError):
 
 
 class CaptureError(RuntimeError):
-    """A step that cannot be captured, and why; `compile="require"` raises it where `compile=True` warns.
+    """Says why a step cannot be captured; `compile="require"` raises it where `compile=True` warns.
 
-    step_seconds: if a program was compiled and then refused, the time that one step of it takes.
+    Attributes:
+        step_seconds: the time of one compiled step, if a program was compiled and then refused; else None.
     """
 
     def __init__(self, reason: str, step_seconds: float | None = None):
@@ -44,15 +49,15 @@ class CaptureError(RuntimeError):
 
 
 class LeftOutWarning(UserWarning):
-    """A tensor that needs a gradient takes part, and is no parameter of the model: it gets none."""
+    """A tensor in the step requires grad but is not a parameter of the model; no gradient is computed for it."""
 
 
 class UncheckedWarning(UserWarning):
-    """A compiled step is used that could not be compared with a reference."""
+    """A compiled step is used although it could not be compared with the float64 reference."""
 
 
 class UncompiledWarning(UserWarning):
-    """`compile=True` could not capture a step: it runs eagerly."""
+    """`compile=True` could not capture a step, which therefore runs eagerly."""
 
 
 def reason_of(error: Exception) -> str:
@@ -82,4 +87,4 @@ def warn_caller(text: str, category: type[Warning]) -> None:
 
 
 class NormalizationWarning(UserWarning):
-    """Paper mode leaves out the curvature of normalisation layers; `mode="exact"` does not."""
+    """The model has normalisation layers, whose curvature paper mode ignores and `mode="exact"` does not."""

@@ -83,19 +83,21 @@ def init_(
 ) -> Initialisation:
     """Draws the weights of every linear and convolution layer from a normal distribution, and sets its biases to zero.
 
-    "balanced" takes the layers as one chain, in the order of `model.modules()`. What holds its weights in another way
-    (norms, embeddings, the input projection of `nn.MultiheadAttention`) stays as it is; frozen layers are drawn too.
+    "balanced" takes the layers as one chain, in the order of `model.modules()`. Other modules with
+    weights (norms, embeddings, the input projection of `nn.MultiheadAttention`) are unchanged; frozen layers are not.
 
     Args:
         model: any module.
-        scheme: "xavier", "kaiming", "geometric" or "balanced": see `threepass.init`.
+        scheme: "xavier": Var[W] = 2 / (n + n'), with fan in n and fan out n'; "kaiming": g / n, with g = 2 for ReLU,
+            else 1; "geometric": g / sqrt(n n'); "balanced": the paper's equations, solved layer by layer.
         nonlinearity: "relu", or, for the symmetric case, "linear", "tanh" or "sigmoid".
         generator: where the random numbers come from; by default PyTorch's own.
 
-    >>> print(init_(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2)), "balanced"))
-    layer    n_in   n_out     Var[W]  scheme
-    0           8      32     0.0335  balanced
-    2          32       2       0.25  geometric  no real root: geometric
+    Examples:
+        >>> print(init_(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2)), "balanced"))
+        layer    n_in   n_out     Var[W]  scheme
+        0           8      32     0.0335  balanced
+        2          32       2       0.25  geometric  no real root: geometric
     """
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, LAYERS)]
     for name, layer in layers:

@@ -21,8 +21,9 @@ def mlp(*sizes: int, activation: Activation = "relu") -> nn.Sequential:
 
     activation: "relu", "gelu", "sigmoid", "tanh", or a module class; there is none after the last layer.
 
-    >>> mlp(784, 512, 10)[-1]
-    Linear(in_features=512, out_features=10, bias=True)
+    Examples:
+        >>> mlp(784, 512, 10)[-1]
+        Linear(in_features=512, out_features=10, bias=True)
     """
     if len(sizes) < 2:
         raise ValueError(f"mlp needs an input and an output size, got {sizes}")
@@ -46,8 +47,9 @@ def plain(
     Kaiming initialisation, biases zero. Images may have another size: the last layer takes the mean over pixels.
     bias=False leaves out the biases of the convolutions; the paper does not say whether its nets have them.
 
-    >>> sum(p.numel() for p in plain(20).parameters()), sum(p.numel() for p in plain(32).parameters())
-    (269034, 463018)
+    Examples:
+        >>> sum(p.numel() for p in plain(20).parameters()), sum(p.numel() for p in plain(32).parameters())
+        (269034, 463018)
     """
     make = _activation(activation)
     layers: list[nn.Module] = []
@@ -68,8 +70,9 @@ def resnet(
     Shortcuts have no parameters (He's option A): where a stage begins, they skip every second pixel and pad the new
     channels with zeros. Kaiming initialisation, convolutions without bias.
 
-    >>> [round(sum(p.numel() for p in resnet(depth).parameters()) / 1e6, 2) for depth in (20, 32, 56)]
-    [0.27, 0.46, 0.85]
+    Examples:
+        >>> [round(sum(p.numel() for p in resnet(depth).parameters()) / 1e6, 2) for depth in (20, 32, 56)]
+        [0.27, 0.46, 0.85]
     """
     make = _activation(activation)
     (first, *rest) = _stages("ResNet", depth, width, channels)
@@ -84,8 +87,9 @@ def resnet18(classes: int = 10, width: int = 64, channels: int = 3, activation: 
 
     Four stages of two blocks; a shortcut that changes shape is a 1 x 1 convolution with BatchNorm (He's option B).
 
-    >>> sum(p.numel() for p in resnet18().parameters())
-    11173962
+    Examples:
+        >>> sum(p.numel() for p in resnet18().parameters())
+        11173962
     """
     make = _activation(activation)
     layers: list[nn.Module] = [*_conv_norm(channels, width, 1), make()]
@@ -110,8 +114,9 @@ def vit(
 
     `vit(depth=12)` has the shape of ViT-Tiny, with 4 x 4 patches.
 
-    >>> sum(p.numel() for p in vit().parameters())
-    2693194
+    Examples:
+        >>> sum(p.numel() for p in vit().parameters())
+        2693194
     """
     if image % patch or width % heads:
         raise ValueError(
@@ -128,8 +133,9 @@ def by_name(name: str, **options: Any) -> nn.Module:
 
     Options go to the function; `sizes` are the mlp's, by default the paper's.
 
-    >>> by_name("mlp", sizes=(4, 3), activation="tanh")[-1]
-    Linear(in_features=4, out_features=3, bias=True)
+    Examples:
+        >>> by_name("mlp", sizes=(4, 3), activation="tanh")[-1]
+        Linear(in_features=4, out_features=3, bias=True)
     """
     if ":" in name:
         return _of_the_users(name, options)

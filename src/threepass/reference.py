@@ -81,10 +81,11 @@ def mlp(parameters: Mapping[str, Tensor], x: Tensor, y: Tensor, reduction: str =
 
     Parameters come in order, weight (out, in) and bias (out) of each layer in turn; x is (B, in), y (B, out).
 
-    >>> one = torch.ones(1, 1, dtype=torch.float64)
-    >>> passes = mlp({"w": one, "w_0": -one[0]}, x=one, y=one)  # u = 0, v = 1/2, v (1 - v) = 1/4, delta = 1/8
-    >>> passes.backprop_grads["w"].item(), passes.third_grads["w"].item()
-    (-0.125, 0.015625)
+    Examples:
+        >>> one = torch.ones(1, 1, dtype=torch.float64)
+        >>> passes = mlp({"w": one, "w_0": -one[0]}, x=one, y=one)  # u = 0, v = 1/2, v (1 - v) = 1/4, delta = 1/8
+        >>> passes.backprop_grads["w"].item(), passes.third_grads["w"].item()
+        (-0.125, 0.015625)
     """
     return over_cases(mlp_case, parameters, x, y, reduction)
 

@@ -19,31 +19,36 @@ from .numerics.rounding import round_stochastically, seed_of
 
 
 class ThreePass:
-    """Adds three-pass gradients to `p.grad`.
+    """A training step by three passes, which adds its gradients to `p.grad`.
 
         step = threepass.ThreePass(model, loss_fn, alpha=0.1)
         r = step(x, y)      # in place of loss = loss_fn(model(x), y); loss.backward()
         optimizer.step()
 
-    The options are those of `three_pass`. alpha may be a function of the number of calls so far. every=k runs the third
-    pass in every k-th call, the first among them; the others add back * backpropagation alone (back is alpha, or 1 with
-    strength). Gradients go through autograd's own accumulation, so hooks on parameters fire as they do in `backward()`.
+    Options that are not listed here are those of `three_pass`. Gradients go through autograd's own accumulation, so
+    hooks on parameters fire as they do in `backward()`.
 
-    scaler: the `torch.amp.GradScaler` of the loop. `p.grad` then gets r.grads times its scale, as from
-    `scaler.scale(loss).backward()`, and `scaler.unscale_`, `scaler.step` and `scaler.update` follow as usual.
+    Args:
+        alpha: a number, or a function of the number of calls so far.
+        batch_size: the effective batch; it counts the samples of all ranks and micro-batches.
+        every: run the third pass in every k-th call, starting with the first. The other calls add backpropagation's
+            gradient alone, times alpha, or times 1 with strength.
+        compile: capture the whole step, compile it, and on a GPU replay it as a CUDA graph: the same numbers to
+            rounding. A step that cannot be captured runs eagerly, with a warning that says why and what that costs;
+            "require" makes it an error. See the page on compiled steps.
+        scaler: the `torch.amp.GradScaler` of the loop. `p.grad` gets r.grads times its scale, as from
+            `scaler.scale(loss).backward()`; `scaler.unscale_`, `scaler.step` and `scaler.update` follow as usual.
+        process_group: without `DistributedDataParallel`, the ranks that share the batch; default: all ranks.
 
-    Several ranks: the batch is that of all ranks, and the gradients are expected to be averaged over them. These are
-    the ranks of the model's `DistributedDataParallel`, which averages; without it, those of process_group, by default
-    of all, and averaging `p.grad` is up to you. batch_size counts the samples of all ranks and micro-batches. r.loss,
-    r.input_loss and r.output are those of this rank's x; r.input_grad is dl/dx of the loss of the whole batch; the mean
-    of r.grads over the ranks is the gradient of the whole batch.
+    Several ranks: the batch is that of all ranks, and the gradients are expected to be averaged over them.
+    `DistributedDataParallel` does it; without it, averaging `p.grad` is up to you. r.loss, r.input_loss and r.output
+    belong to this rank's samples; r.input_grad is dl/dx of the loss of the whole batch; the mean of r.grads over the
+    ranks is the gradient of the whole batch.
 
-    compile=True captures the whole step, compiles it, and replays it as a CUDA graph on a GPU: the same numbers to
-    rounding, faster. `r.grads` are then in the parameters' formats, may be the very tensors in `p.grad`, and on a GPU
-    lie, as `r.input_grad` does, in memory that the next call overwrites: clone what you keep. Hooks on parameters fire;
-    those on autograd's nodes do not. A step that cannot be captured runs eagerly, and a warning says why and what that
-    costs; with compile="require" it is an error. `print(step.compiled)` lists the captured programs,
-    `step.compiled.compile_seconds` and `.graph_bytes` say what they cost, `step.compiled.reset()` starts again.
+    Compiled steps: r.grads have the parameters' dtypes and may share memory with `p.grad`. On a GPU the next call
+    overwrites r.grads and r.input_grad: clone what you keep. Hooks on parameters fire; hooks on autograd nodes do not.
+    `print(step.compiled)` lists the captured programs, `step.compiled.compile_seconds` and `.graph_bytes` say what they
+    cost, and `step.compiled.reset()` discards them.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class ThreePass:
         self.compiled = CompiledSteps(model, loss_fn, required=compile == "require") if compile else None
 
     def __call__(self, x: Any, y: Any) -> Result:
+        """Runs one step on a batch and adds its gradients to `p.grad`."""
         ranks = count_ranks(self.model, self.process_group)
         options = Options(self.alpha(self.calls), ranks=ranks, **self.options)
         third = self.calls % self.every == 0
@@ -100,6 +106,7 @@ class ThreePass:
         return {"calls": self.calls}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Restores what `state_dict` returned."""
         if not isinstance(state, Mapping) or set(state) != {"calls"}:
             found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise ValueError(f"expected the state_dict() of a ThreePass, {{'calls': number}}, got {found}")

@@ -34,7 +34,17 @@ Errors = dict[Operation, list[Tensor | None]]
 
 @dataclass(frozen=True)
 class Result:
-    """What three passes give; `grads` has an entry for every parameter that the loss depends on."""
+    """The result of one step.
+
+    Attributes:
+        output: what the model returned, detached.
+        loss: the loss, detached.
+        input_loss: the mean over the samples of 1/2 |dl_i/dx_i|^2, whatever the reduction.
+        input_grad: dl/dx of the batch's loss, structured like x, with None for everything but floating-point tensors.
+        grads: a gradient for every parameter that the loss depends on, by name.
+        backprop_grads: with separate=True, the gradients of backpropagation alone, unweighted; else None.
+        third_grads: with separate=True, the gradients of the third pass alone, unweighted; else None.
+    """
 
     output: Any
     loss: Tensor

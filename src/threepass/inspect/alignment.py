@@ -22,7 +22,13 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Alignment:
-    """Paper against exact: over all parameters together, and for each."""
+    """Paper mode's third pass compared with the gradient of the input loss.
+
+    Attributes:
+        cosine: the cosine between the two, over all parameters together.
+        norm_ratio: |paper| / |exact|, over all parameters together.
+        by_parameter: both numbers for each parameter, by name.
+    """
 
     cosine: float
     norm_ratio: float
@@ -38,9 +44,10 @@ class Alignment:
 def alignment(
     model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], x: Any, y: Any, input_at: str | None = None
 ) -> Alignment:
-    """Compares pass 3 with the gradient of the input loss on one batch; changes nothing.
+    """Compares paper mode's third pass with the gradient of the input loss, on one batch; changes nothing.
 
-    A cosine near 1: `mode="paper"` does what it promises on this model, for less. Near 0 or below: use `mode="exact"`.
+    With a cosine near 1, `mode="paper"` gives nearly the direction of `mode="exact"`, at a lower cost. With a cosine
+    near 0 or below, use `mode="exact"`.
     """
     paper, exact = (_third(model, loss_fn, x, y, mode, input_at) for mode in ("paper", "exact"))
     whole = _compare(*(torch.cat([g.flatten() for g in grads.values()]) for grads in (paper, exact)))

@@ -29,7 +29,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Coverage:
-    """A row for every use of a parameter, and every place that three passes cannot go through."""
+    """Which operation uses each parameter, and what is not supported.
+
+    Attributes:
+        rows: one for every use of a parameter, with `parameter`, `operation`, `rule` ("fast", "generic", "unsupported"
+            or "none") and `why`.
+        unsupported: the operations that have no third pass, with `module`, `operation`, `reason` and `advice`.
+    """
 
     rows: tuple[Row, ...]
     unsupported: tuple[Place, ...]
@@ -53,9 +59,9 @@ class Coverage:
 
 
 def coverage(model: nn.Module, x: Any, input_at: str | None = None) -> Coverage:
-    """Runs the model on x, and tells for every parameter which operation uses it and by which rule.
+    """Runs the model on x and lists, for every parameter, the operations that use it and their rules.
 
-    Changes nothing: buffers and random state are put back.
+    Changes nothing: buffers and random state are restored.
     """
     options = Options(input_at=input_at)
     check_model(model)

@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Variances:
-    """A row for every linear or convolution layer that signals run through, in the order of running."""
+    """A row for every linear or convolution layer, in execution order."""
 
     rows: tuple[Row, ...]
 
@@ -68,7 +68,8 @@ def variances(
 ) -> Variances:
     """Measures the variances of v, Delta v, nabla v and Delta v + nabla v at every layer on one batch; changes nothing.
 
-    A layer is a call of an `nn.Linear` or convolution module; a weight that the model multiplies by itself is not seen.
+    v is a layer's input, Delta v = -dl/dv its signal in pass 2, and nabla v = t that in pass 3. A layer is a call of an
+    `nn.Linear` or convolution module; products with bare parameters are not included.
     """
     check_model(model)
     check_x(x, Options(input_at=input_at))

@@ -36,19 +36,20 @@ def _same(t: Tensor) -> Tensor:
 class Map:
     """An operation at pass 1's values: a signal map, then a map that is linear in the signal and in the weights.
 
-    signal   what the weights multiply: a itself, or the normalised a of a norm
-    tangent  t -> the signal's tangent s
-    push     s -> the tangent of u
-    pull     R{d} -> what it adds to R{d} of a
-    curve    (d, t) -> what the curvature adds to R{d} of a; without it, `pull` says that there is none
-    bend     for an operation without weights, (r, d, t) -> R{d} of the arguments, curvature included; r, d: R{d} and d
-             of the outputs; t and what comes back: by position, as push takes them; None where there is nothing
-    grad     for each weight, (d, s) -> its gradient, linear in both
-    add      for each additive weight, d -> its gradient; pass 3 adds nothing to it
-    third    behind a tap, where d is the error of a: for each weight but additive ones, (d, s) -> pass 3's gradient
-    mix      (m, back) -> the mix of u from m, the mix back * a + third * t of a; given only where u = J a + b, with J
-             the same for a and t, so that pass 3 can carry m alone: m -> J m + back * b
-    cheap    () -> whether a compiled step has kernels of ours for `grad`, so that a second product costs little
+    Attributes:
+        push: s -> the tangent of u.
+        signal: what the weights multiply: a itself, or the normalised a of a norm.
+        tangent: t -> the tangent s of the signal.
+        pull: R{d} of u -> what it adds to R{d} of a.
+        curve: (d, t) -> what the curvature adds to R{d} of a; a `pull` without it means that there is none.
+        bend: for an operation without weights, (r, d, t) -> R{d} of the arguments, curvature included. r and d are R{d}
+            and d of the outputs; t and the result go by position, as for push, with None where there is no signal.
+        grad: for each weight, (d, s) -> its gradient, linear in both.
+        add: for each additive weight, d -> its gradient; pass 3 adds nothing to it.
+        third: with a tap, where d is the error of a: for each weight but additive ones, (d, s) -> pass 3's gradient.
+        mix: (m, back) -> the mix of u from m, the mix back * a + third * t of a. Given only where u = J a + b, with J
+            the same for a and t, so that pass 3 can carry m alone: m -> J m + back * b.
+        cheap: () -> whether a compiled step has kernels of ours for `grad`, so that a second product costs little.
     """
 
     push: Callable[..., Tensor]
@@ -104,12 +105,16 @@ def rule(
 ) -> Callable[[Make], Make]:
     """Registers a rule for torch functions, custom ops (`torch.ops.lib.name`) or `autograd.Function` classes.
 
-    arity: only the first so many arguments may be active; a call with others is the generic rule's.
-    reads: "a": the rule reads its arguments, and of u only shape and dtype; "u": it reads u, and of the first argument
-        only shape and dtype (a rectifier's mask can be read off either); such a rule must serve every call.
-    flat: every map of this rule has a `pull` and no `curve`, so that exact mode need not keep the error of its output.
-    tap: runs the call in pass 1 in the function's place, or returns None. The error d of the map is then that of a, and
-        pass 2 finds the weights' gradients; `curve` is given them after d and t. Such a rule must serve those calls.
+    Args:
+        functions: what the rule is for.
+        arity: how many of the first arguments may depend on the input; the generic rule takes calls where others do.
+        reads: "a": the rule reads its arguments, and of u only shape and dtype; "u": it reads u, and of the first
+            argument only shape and dtype (the mask of a ReLU can be read from either). A rule with "u" must accept
+            every call.
+        flat: every map of this rule has a `pull` and no `curve`, so that exact mode need not keep the output's error.
+        tap: runs the call in pass 1 in place of the function, or returns None. The error d of the map is then that of
+            a, and pass 2 computes the weights' gradients; `curve` gets them after d and t. The rule must accept every
+            call that its tap has run.
     """
 
     def register(make: Make) -> Make:
