@@ -97,6 +97,14 @@ def test_exponents_are_those_of_the_result_files(device):
         assert row[1].split(" | ") == exponents
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/speed.md"])
+def test_costs_with_rounded_operands_are_those_of_the_result_file(page):
+    methods = json.loads((BENCH / "rounded" / "h200-plain20-128-tf32.json").read_text())["methods"]
+    paper, exact = (methods[name]["best"]["median"] / methods["plain"]["best"]["median"] for name in ("paper", "exact"))
+    text = " ".join((ROOT / page).read_text().split())
+    assert f"takes {paper:.2f}x in paper mode and {exact:.2f}x in exact mode" in text
+
+
 def test_captures_are_those_of_the_result_file():
     report = json.loads((BENCH / "h200-captures.json").read_text())
     checks = [check for row in report["rows"] for check in row["checks"]]

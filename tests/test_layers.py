@@ -20,6 +20,7 @@ LAYERS = [  # the lowest first
     {"compile"},
     {"step", "reference", "models", "init"},
     {"inspect"},
+    {"page"},
     {"train"},
     {"study", "bench"},
     {"cli"},
