@@ -20,6 +20,7 @@ from ..core.engine import Result, run
 from ..core.options import Options, check_model
 from ..core.scaler import scaled
 from ..errors import CaptureError
+from ..numerics.precision import weights_dtype
 from ..tape.state import unchanged_on_error
 from .capture import Captured, capture
 from .cuda_graph import CudaGraph
@@ -212,7 +213,7 @@ class CompiledSteps:
         if key not in self._weights:
             if len(self._weights) > 4096:  # a schedule that never repeats itself
                 self._weights.clear()
-            dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+            dtype = weights_dtype(self.model.parameters())
             self._weights[key] = torch.tensor([options.back, options.third], dtype=dtype, device=p.device)
         return self._weights[key]
 
