@@ -18,6 +18,7 @@ UNCAPTURED = {  # a value of a tensor decides what is computed, or an operation 
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
 @pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 @pytest.mark.parametrize("case", [c for c in CASES if not c.random], ids=str)
