@@ -1,4 +1,4 @@
-"""The Triton kernel behind this package's operation. Memory is a matrix of rows x columns.
+"""The Triton kernel of this package's operation. Memory is a matrix of rows x columns.
 
 A program takes some columns of a part of the rows; a second kernel adds up the parts' sums in a fixed order.
 """

@@ -1,4 +1,4 @@
-"""The Triton kernels behind this package's operations. An image in NHWC is a matrix of pixels x channels.
+"""The Triton kernels of this package's operations. An image in NHWC is a matrix of pixels x channels.
 
 A program takes the sums of some channels over a part of the pixels; a second kernel adds the parts in a fixed order.
 """

@@ -1,4 +1,4 @@
-"""The Triton kernels behind this package's operations: 3 x 3 convolutions of few channels as implicit matrix products.
+"""The Triton kernels of this package's operations: 3 x 3 convolutions of few channels as implicit matrix products.
 
 Memory is NHWC. A program owns a tile of output pixels, in flattened (n, y, x) order, and all output channels. The
 products run along k = (3 ky + kx) C + c, the memory order of a patch's rows; accumulation is in float32. Sizes, strides
@@ -46,7 +46,7 @@ FORWARD = {
     (2, 64): Blocks(64, 64, 4, 3), (2, 128): Blocks(64, 64, 4, 3),
 }  # fmt: skip
 INPUT = FORWARD | {(4, 32): Blocks(64, 32, 2), (4, 64): Blocks(32, 64, 4, 3), (4, 128): Blocks(32, 64, 4, 3)}
-# The same, on the way back to an image's channels.
+# The same, for the error of an image, which has few channels.
 THIN_INPUT = INPUT | {(2, 64): Blocks(128, 64, 4, 3), (4, 64): Blocks(128, 64, 4, 2)}
 
 # By bytes and the input channels: tiles x k covers the 9 C rows of the gradient, or a part of them, and the grid the

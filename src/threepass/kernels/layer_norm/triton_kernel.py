@@ -1,4 +1,4 @@
-"""The Triton kernels behind this package's operations: pass 3 through a layer norm, and exact mode's way back.
+"""The Triton kernels of this package's operations: pass 3 through a layer norm, and exact mode's last backward pass.
 
 Each signal is read or written once.
 
@@ -78,7 +78,7 @@ def _tangent_kernel(t_1, t_2, a, d, w, b, ratio, t_sum, t_u, m, work, rows, part
         e = tl.zeros((BR, BC), tl.float32)
         if t_2 is not None:
             t += _load(t_2, here, inside)
-        if d is not None:  # here already: behind a store it would wait for that
+        if d is not None:  # loaded here, because after a store it would wait for the store
             e = _load(d, here, inside)
         if HALF_SUM:
             t = t.to(tl.bfloat16).to(tl.float32)
