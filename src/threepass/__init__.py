@@ -10,7 +10,7 @@ from .inspect.alignment import Alignment, alignment
 from .inspect.coverage import Coverage, coverage
 from .inspect.variances import variances
 from .rules import Map, rule
-from .step import ThreePass
+from .step import ThreePass, loss
 
 __all__ = [
     "Alignment",
@@ -27,6 +27,7 @@ __all__ = [
     "coverage",
     "fit",
     "init_",
+    "loss",
     "models",
     "reference",
     "rule",
