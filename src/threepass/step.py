@@ -13,7 +13,7 @@ from .compile.programs import check_compile
 from .compile.step import CompiledSteps
 from .core.carried import Carried
 from .core.engine import Result, run
-from .core.options import Options, check_x
+from .core.options import Options, check_x, own_loss
 from .core.ranks import count_ranks, loss_through
 from .core.scaler import scaled, times
 from .numerics.rounding import round_stochastically, seed_of
@@ -57,7 +57,7 @@ class ThreePass:
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: Callable[[Any, Any], Tensor],
+        loss_fn: Callable[[Any, Any], Tensor] | None,
         alpha: float | Callable[[int], float] = 0.1,
         reduction: str = "batch",
         mode: str = "paper",
@@ -74,7 +74,7 @@ class ThreePass:
             raise ValueError(f"every must be a positive whole number, got {every!r}")
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
-        self.model, self.loss_fn, self.every = model, loss_fn, every
+        self.model, self.loss_fn, self.every = model, loss_fn or own_loss, every
         self.scaler, self.process_group = scaler, process_group
         self.alpha = alpha if callable(alpha) else lambda calls: alpha
         self.options: dict[str, Any] = {
@@ -85,9 +85,9 @@ class ThreePass:
         self.result: Result | None = None
         Options(self.alpha(0), **self.options)
         check_compile(compile)
-        self.compiled = CompiledSteps(model, loss_fn, required=compile == "require") if compile else None
+        self.compiled = CompiledSteps(model, self.loss_fn, required=compile == "require") if compile else None
 
-    def __call__(self, x: Any, y: Any) -> Result:
+    def __call__(self, x: Any, y: Any = None) -> Result:
         """Runs one step on a batch and adds its gradients to `p.grad`."""
         options, third = self._options()
 
@@ -105,7 +105,7 @@ class ThreePass:
         self.calls += 1
         return r
 
-    def loss(self, x: Any, y: Any) -> Tensor:
+    def loss(self, x: Any, y: Any = None) -> Tensor:
         """Runs one step on a batch; returns the loss, whose `backward()` adds the step's gradients.
 
         For loops that call `backward()` themselves. The gradients are multiplied by whatever the loss is multiplied
@@ -187,9 +187,9 @@ class ThreePass:
 
 def loss(
     model: nn.Module,
-    loss_fn: Callable[[Any, Any], Tensor],
+    loss_fn: Callable[[Any, Any], Tensor] | None,
     x: Any,
-    y: Any,
+    y: Any = None,
     alpha: float = 0.1,
     reduction: str = "batch",
     mode: str = "paper",

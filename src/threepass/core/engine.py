@@ -28,7 +28,7 @@ from ..tape.signals import Spot
 from ..tape.state import trainable_surroundings, unchanged_on_error
 from .exact import backward_again
 from .gradients import Gradients
-from .options import Options, check_loss, check_model, check_x
+from .options import Options, check_loss, check_model, check_x, own_loss
 from .plan import Plan, Scale, Signal, make_plan
 from .propagation import Errors, Propagation
 from .warn import warn_of_norms, warn_of_other_leaves
@@ -59,9 +59,9 @@ class Result:
 
 def three_pass(
     model: nn.Module,
-    loss_fn: Callable[[Any, Any], Tensor],
+    loss_fn: Callable[[Any, Any], Tensor] | None,
     x: Any,
-    y: Any,
+    y: Any = None,
     alpha: float = 0.1,
     reduction: str = "batch",
     mode: str = "paper",
@@ -76,7 +76,8 @@ def three_pass(
 
     Args:
         model: any module; `model(x)`, `model(*x)` for a tuple or `model(**x)` for a dict gives the output.
-        loss_fn: `loss_fn(output, y)`, a scalar mean over the samples.
+        loss_fn: `loss_fn(output, y)`, a scalar mean over the samples; None: the loss that the model itself returns, as
+            `output.loss` or `output["loss"]`.
         x: what the model takes; samples lie along dimension 0.
         y: what the loss takes.
         alpha: the weight of backpropagation, in [0, 1]; 1 is plain training.
@@ -91,7 +92,7 @@ def three_pass(
         separate: also give both terms, unweighted, as `backprop_grads` and `third_grads`.
     """
     options = Options(alpha, reduction, mode, strength, input_at, batch_size, separate)
-    return run(model, loss_fn, x, y, options)
+    return run(model, loss_fn or own_loss, x, y, options)
 
 
 def run(

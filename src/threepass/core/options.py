@@ -106,6 +106,17 @@ def check_x(x: Any, options: Options) -> int:
     return samples
 
 
+def own_loss(output: Any, y: Any) -> Any:
+    """`loss_fn=None`: the loss that the model itself returns, as `output.loss` or `output["loss"]`."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None:
+        raise ValueError(
+            f"loss_fn=None takes the model's own loss, but its output, a {type(output).__name__}, has none: pass a "
+            "loss_fn, or pass in x what the model needs to compute a loss (labels, for models of transformers)"
+        )
+    return loss
+
+
 def check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss_fn must return a tensor, got {type(loss).__name__}")
