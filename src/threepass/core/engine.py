@@ -162,10 +162,7 @@ def _three_passes(step: _Step, module_paths: bool) -> Result:
         with torch.no_grad():
             steps = forward_again(tape, dx, t_0, errors, gradients)
             if plan.exact:
-                start = (
-                    {tape.place(loss): torch.ones_like(loss) * (plan.loss_error * plan.back)} if plan.is_joint else {}
-                )
-                backward_again(tape, steps, start, gradients)
+                backward_again(tape, steps, _start_of_backward(tape, plan, loss), gradients)
         if tape.problems:
             raise UnsupportedError(tape.problems)
         if step.warn:
@@ -271,7 +268,8 @@ def _start(plan: Plan, dx: list[Tensor]) -> tuple[list[Tensor], Scale]:
     return start(dx, scale, plan.error_scale, plan.half)
 
 
-def _start_of_joint_backward(tape: Record, plan: Plan, loss: Tensor) -> dict[Spot, Tensor]:
+def _start_of_backward(tape: Record, plan: Plan, loss: Tensor) -> dict[Spot, Tensor]:
+    """R{d} at the loss: zero, or with a joint backward pass the error of the loss."""
     return {tape.place(loss): torch.ones_like(loss) * (plan.loss_error * plan.back)} if plan.is_joint else {}
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..rules import generic
-from ..rules.linearity import is_flat
+from ..rules.linearity import is_affine
 from ..rules.table import Map
 from ..tape.operation import Operation
 from .gradients import Gradients
@@ -40,7 +40,7 @@ class Propagation:
         """Whether u is known to be (piecewise) linear in a: then R{d} needs neither d nor t here."""
         if self.map is not None:
             return self.map.pull is not None and self.map.curve is None
-        return not self.op.weights and is_flat(self.op.func)
+        return not self.op.weights and is_affine(self.op.func)
 
     def forward(self, gradients: Gradients) -> Tensors | None:
         """Pass 3 at this operation: adds the weights' gradients, and returns the tangents of u if they are needed.

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import CaptureError
-from .linearity import is_flat
+from .linearity import is_affine
 from .table import is_users
 
 _no_forward_ad: set[Any] = set()
@@ -85,7 +85,7 @@ def derive(op, d: Signal, t: Signal | None, r: Signal | None = None, *, curvatur
             found = list(torch.autograd.grad(outs, p, errors, retain_graph=True, allow_unused=True))
         roots: list[Tensor] = []
         seeds: list[Tensor] = []
-        if t is not None and outs and not is_flat(op.func):
+        if t is not None and outs and not is_affine(op.func):
             phi = _inner(torch.autograd.grad(outs, a, errors, create_graph=True, allow_unused=True), t)
             if phi is not None:
                 _refuse_error_nodes(phi)

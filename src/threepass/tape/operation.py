@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ..rules.linearity import is_flat, is_homogeneous
+from ..rules.linearity import is_affine, is_linear
 from ..rules.table import Map, Rule, name_of
 from .arguments import Shape, tensors_in, unflatten
 from .replay import SILENT_WRITES, as_recorded
@@ -50,14 +50,14 @@ class Operation:
     @property
     def needs_error(self) -> bool:
         """Whether exact mode needs d of the output: for weights, and for the curvature."""
-        flat = is_flat(self.func) if self.rule is None else self.rule.flat
+        flat = is_affine(self.func) if self.rule is None else self.rule.flat
         return bool(self.weights) or not flat
 
     @property
     def carries_mix(self) -> bool:
         """Whether pass 3 can carry the mix of a and t through this call instead of t."""
         if self.rule is None or self.output is None:
-            return not self.weights and is_homogeneous(self.func, self.values, [i for i, _ in self.active])
+            return not self.weights and is_linear(self.func, self.values, [i for i, _ in self.active])
         made = self.map()
         return made is not None and made.mix is not None
 
