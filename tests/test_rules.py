@@ -1,4 +1,4 @@
-"""Fast rules as linear maps: push is the Jacobian, pull its transpose, grad their derivative by the weight."""
+"""Fast rules: push is the Jacobian, pull its transpose, grad their derivative by the weight."""
 
 import functools
 
@@ -8,7 +8,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from threepass.rules.table import Map, key_of, name_of, rule_for
+import threepass
+from threepass.rules.table import Linearization, key_of, name_of, rule_for
 
 torch.manual_seed(0)
 
@@ -49,7 +50,7 @@ GRID = [
 EACH = pytest.mark.parametrize(("func", "args", "weights", "added"), [g[1:] for g in GRID], ids=[g[0] for g in GRID])
 
 
-def made(func, args) -> tuple[torch.Tensor, Map]:
+def made(func, args) -> tuple[torch.Tensor, Linearization]:
     u = func(*args)
     keywords = getattr(func, "keywords", {})
     return u, rule_for(getattr(func, "func", func)).make(u, *args, **keywords)
@@ -142,6 +143,12 @@ def test_rules_step_aside_for_calls_they_do_not_know():
         is None
     )
     assert rule_for(torch.sin) is None
+
+
+def test_the_old_name_of_linearization():
+    with pytest.warns(DeprecationWarning, match="threepass.Map is now threepass.Linearization"):
+        assert threepass.Map is Linearization
+    assert "Map" not in threepass.__all__
 
 
 def test_names():

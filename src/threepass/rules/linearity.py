@@ -62,7 +62,7 @@ def is_linear(func: Any, values: list[Any], active: list[int]) -> bool:
 
 
 def _linearity(func: Any) -> Linearity:
-    if key_of(func) is not func:  # somebody's own operation, whatever its name
+    if key_of(func) is not func:  # user-defined, whatever its name
         return Linearity(0)
     name = name_of(func)
     return OPERATIONS.get(name if name.endswith("__") else name.removesuffix("_"), Linearity(0))
