@@ -197,7 +197,7 @@ def forward(model, loss_fn, x: Any, y: Any, tape: Record, input_at: str | None) 
         loss = loss_fn(output, y)
     if not tape.inputs:
         where = "no embedding" if input_at is None else f"input_at={input_at!r}: that module did not"
-        raise ValueError(f"{where} run, so there is no input to go back to")
+        raise ValueError(f"{where} run, so there is no input to differentiate with respect to")
     check_loss(loss)
     if tape.is_active(loss):
         tape.check_recorded("loss_fn", loss)
@@ -297,7 +297,7 @@ def _input_grad(dx: list[Tensor], plan: Plan, step: _Step, tape: Record) -> Any:
 
 
 def _usable(z: Any) -> Any:
-    """A tensor made under inference_mode cannot take part in a backward pass; a copy of it can."""
+    """A tensor created under inference_mode cannot be used in a backward pass; a copy of it can."""
     return z.clone() if isinstance(z, Tensor) and z.is_inference() else z
 
 
