@@ -1,5 +1,6 @@
 """Three-pass learning for PyTorch: train on the loss and on its gradient at the input, at 4/3 of the arithmetic."""
 
+import warnings
 from typing import Any
 
 from . import models, reference
@@ -9,7 +10,7 @@ from .init import init_
 from .inspect.alignment import Alignment, alignment
 from .inspect.coverage import Coverage, coverage
 from .inspect.variances import variances
-from .rules import Map, rule
+from .rules import Linearization, rule
 from .step import ThreePass, loss
 
 __all__ = [
@@ -17,7 +18,7 @@ __all__ = [
     "CaptureError",
     "Coverage",
     "LeftOutWarning",
-    "Map",
+    "Linearization",
     "NormalizationWarning",
     "Result",
     "ThreePass",
@@ -41,4 +42,7 @@ def __getattr__(name: str) -> Any:
         from .train.loop import fit
 
         return fit
+    if name == "Map":
+        warnings.warn("threepass.Map is now threepass.Linearization", DeprecationWarning, stacklevel=2)
+        return Linearization
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
