@@ -6,6 +6,7 @@ import sys
 from importlib import metadata
 
 import pytest
+import torch
 
 from threepass.__main__ import run_and_exit
 from threepass.cli import COMMANDS, main, parse, train
@@ -42,8 +43,12 @@ def test_the_program_alone_shows_its_help_and_version(capsys):
     [
         ([], {}),
         (["--epochs", "3", "--lr=0.5", "--strength", "1e-2"], {"epochs": 3, "lr": 0.5, "strength": 0.01}),
-        (["--milestones", "0.1", "0.2", "--augment"], {"milestones": (0.1, 0.2), "augment": True}),
-        (["--milestones", "--no-augment"], {"milestones": ()}),
+        (["--schedule", "step", "--milestones", "0.1", "0.2"], {"schedule": "step", "milestones": (0.1, 0.2)}),
+        (
+            ["--schedule", "step", "--milestones", "5", "8", "--augment"],
+            {"schedule": "step", "milestones": (5.0, 8.0), "augment": True},
+        ),
+        (["--schedule", "step", "--milestones", "--no-augment"], {"schedule": "step", "milestones": ()}),
         (["--compile"], {"compile": True}),
         (["--compile", "--seed", "4"], {"compile": True, "seed": 4}),
         (["--compile", "require"], {"compile": "require"}),
@@ -72,6 +77,15 @@ def test_train_writes_a_run_and_resumes_it(own_folder, capsys):
     assert {p.name for p in (own_folder / "runs").iterdir()} == {"one", "one-2"}
     assert main(["train", "--resume", "runs/one"]) == 0
     assert "runs/one: epoch 1" in capsys.readouterr().out
+    assert main(["train", "--resume", "runs/one", "--epochs", "2", "--alpha=0.8", "--device", "cpu"]) == 0
+    assert "runs/one: epoch 2" in capsys.readouterr().out
+    extended = json.loads((own_folder / "runs" / "one" / "run.json").read_text())
+    assert (extended["config"]["epochs"], extended["device"]) == (2, "cpu")
+    refused = {"--lr": "0.2", "--alpha": "0.1", "--model": "vit", "--name": "two", "--epochs": "1"}
+    for flag, value in refused.items():
+        assert main(["train", "--resume", "runs/one", flag, value]) == 1
+        assert flag.strip("-") in capsys.readouterr().err
+    assert json.loads((own_folder / "runs" / "one" / "run.json").read_text()) == extended
 
 
 def test_compare_and_report(own_folder, capsys):
@@ -112,6 +126,19 @@ def test_data_says_what_is_there(capsys):
         (["train", "--schedule", "sine"], 2, "schedule must be one of constant, step"),
         (["train", "--epoch", "3"], 2, "Did you mean --epochs? (see threepass train --help)"),
         (["train", "mnist"], 2, "threepass train: unexpected argument 'mnist' (see threepass train --help)"),
+        (["train", "--optimizer", "foo"], 1, "optimizer must be one of sgd"),
+        (["train", "--input-at", "nosuch"], 1, "input_at='nosuch' names no module"),
+        (["train", "--seed", "-1"], 2, "seed must not be negative"),
+        (["compare", "--alphas", "2"], 1, "alpha must be a number in [0, 1]"),
+        (["compare", "--optimizer", "foo"], 1, "optimizer must be one of sgd"),
+        (["train", "--model-options", "[1]"], 1, "--model-options must be a JSON object such as"),
+        (["train", "--model-options", "{"], 1, "--model-options is not JSON"),
+        (["train", "--model-options", '{"sizes": [64, 8, 5]}'], 1, "the model has 5 outputs, and digits has 10 cl"),
+        (["train", "--model-options", '{"sizes": [63, 8, 10]}'], 1, "does not take the examples of digits"),
+        (["train", "--model", "plain20", "--model-options", '{"channels": 3}'], 1, "batches of shape (128, 1, 8, 8)"),
+        (["train", "--device", "cuda"], 1, "PyTorch finds no CUDA device; --device cpu"),
+        (["train", "--device", "gpu"], 1, "device must be cpu, cuda, cuda:N or auto, got 'gpu'"),
+        (["train", "--milestones", "100", "150"], 2, 'milestones needs schedule="step" (--schedule step)'),
         (["train", "--epochs", "many"], 2, 'unable to convert "many" into int'),
         (["train", "--compile", "maybe"], 2, 'Choose from: "require"'),
         (["train", "--lr", "-1"], 2, "lr must be positive, got -1.0"),
@@ -126,6 +153,7 @@ def test_data_says_what_is_there(capsys):
 )
 def test_bad_values_get_words_and_no_traceback(arguments, code, message, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(arguments) == code
     said = capsys.readouterr()
     assert message in said.err

@@ -18,7 +18,15 @@ from .intervals import Difference, paired
 
 Measure = Callable[["Run"], float | None]
 # Settings that do not change what a run computes, but for rounding
-WITHOUT_EFFECT = ("compile", "channels_last", "deterministic", "save_every", "probe_every", "align_every")
+WITHOUT_EFFECT = (
+    "compile",
+    "channels_last",
+    "deterministic",
+    "save_every",
+    "save_minutes",
+    "probe_every",
+    "align_every",
+)
 
 
 @dataclass

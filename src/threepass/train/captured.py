@@ -135,6 +135,7 @@ class CapturedSteps(Steps):
             r = self.passes(self.model, self.loss_fn, x, y, options, third=kind.third, weights=weights, seed=seed)
         self.sums += summed(r, y)
         self.loss.copy_(r.loss)
+        self.curve.index_copy_(0, place, torch.stack([r.loss.double(), r.input_loss.double()])[None])
         self.lr.copy_(lr)
         place += 1
         trained[:] = [named[name] for name in r.grads]
@@ -174,7 +175,8 @@ class CapturedSteps(Steps):
     def _changing(self) -> list[Tensor]:
         parameters = list(self.model.parameters())
         grads = [p.grad for p in parameters if p.grad is not None]
-        return [*parameters, *grads, *state_tensors(self.optimizer), self.sums, self.loss, self.lr, self.place]
+        own = [self.sums, self.loss, self.curve, self.lr, self.place]
+        return [*parameters, *grads, *state_tensors(self.optimizer), *own]
 
 
 def _put(trained: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> None:

@@ -31,7 +31,7 @@ class Schedule:
         if c.schedule == "cosine":
             return lr * 0.5 * (1 + math.cos(math.pi * progress))
         if c.schedule == "step":
-            return lr * c.gamma ** sum(progress >= m for m in c.milestones)
+            return lr * c.gamma ** sum((progress if m < 1 else position / self.batches) >= m for m in c.milestones)
         return lr
 
     def third(self, position: int) -> bool:

@@ -22,7 +22,10 @@ LossFn = Callable[[Any, Any], Tensor]
 
 
 class Steps:
-    """One call is one step; `sums` are float64 and in the order of SUMS, `loss` is the newest step's."""
+    """One call is one step; `sums` are float64 and in the order of SUMS, `loss` is the newest step's.
+
+    `curve` has the loss and the input loss of every step of the epoch, batches x 2.
+    """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, batches: Batches, optimizer: Optimizer, config: Config):
         self.model, self.loss_fn, self.batches, self.optimizer, self.config = model, loss_fn, batches, optimizer, config
@@ -32,6 +35,7 @@ class Steps:
         self.drawn = torch.empty((4, len(batches.split)), dtype=torch.int64, device=self.device)
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.curve = torch.zeros((len(batches), 2), dtype=torch.float64, device=self.device)
 
     def begin(self, epoch: int, start: int) -> None:
         """The epoch's order, crops and flips; its first `start` steps are done already."""
@@ -50,6 +54,7 @@ class Steps:
             self.update(position)
         self.sums += summed(r, y)
         self.loss.copy_(r.loss)
+        self.curve[position % len(self.batches)] = torch.stack([r.loss.double(), r.input_loss.double()])
 
     def finish(self, position: int) -> None:
         """The end of an epoch, whose last step was at `position`."""
