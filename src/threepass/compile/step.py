@@ -20,6 +20,7 @@ from ..core.engine import Result, run
 from ..core.options import Options, check_model
 from ..core.scaler import scaled
 from ..errors import CaptureError
+from ..numerics.precision import weights_dtype
 from ..tape.state import unchanged_on_error
 from .capture import Captured, capture
 from .cuda_graph import CudaGraph
@@ -101,7 +102,7 @@ class _Place:
 
 
 class Unavailable:
-    """Stands in `r.output` for an object that a captured program cannot make anew, such as a cache of keys and values.
+    """Stands in `r.output` for an object that a captured program cannot recreate, such as a cache of keys and values.
 
     Its tensors would be those of the capture. Whoever reads an attribute of it gets an error that says so.
     """
@@ -114,7 +115,7 @@ class Unavailable:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"the model returned a {self._kind} here; a captured step gives only tensors anew, in tuples, lists, dicts "
+            f"the model returned a {self._kind} here; a captured step returns only tensors, in tuples, lists, dicts "
             "and containers that PyTorch knows. Run this step with compile=False, or let the model return the tensors"
         )
 
@@ -161,7 +162,7 @@ class CompiledSteps:
         return sum(b for b in each if b is not None) if any(b is not None for b in each) else None
 
     def reset(self) -> None:
-        """Forgets all programs: every signature is captured anew."""
+        """Discards all programs, so that every signature is captured again."""
         self.programs.reset()
         self._newest = None
 
@@ -212,7 +213,7 @@ class CompiledSteps:
         if key not in self._weights:
             if len(self._weights) > 4096:  # a schedule that never repeats itself
                 self._weights.clear()
-            dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+            dtype = weights_dtype(self.model.parameters())
             self._weights[key] = torch.tensor([options.back, options.third], dtype=dtype, device=p.device)
         return self._weights[key]
 

@@ -57,6 +57,11 @@ class Options:
         return 1 - self.alpha if self.strength is None else self.strength
 
     @property
+    def has_third_term(self) -> bool:
+        """Whether the third pass's gradients are a result of the step."""
+        return self.third > 0 or self.separate
+
+    @property
     def exact(self) -> bool:
         return self.mode == "exact"
 

@@ -11,6 +11,7 @@ from .._torch_compat import tree_leaves
 from ..core.engine import backward, forward, forward_again
 from ..core.gradients import Gradients
 from ..core.options import Options, check_model, check_x
+from ..core.plan import make_plan
 from ..errors import Place, UnsupportedError
 from ..tape.operation import Operation
 from ..tape.record import Record
@@ -63,20 +64,21 @@ def coverage(model: nn.Module, x: Any, input_at: str | None = None) -> Coverage:
 
     Changes nothing: buffers and random state are restored.
     """
-    options = Options(input_at=input_at)
+    options = Options(input_at=input_at, separate=True)
     check_model(model)
-    check_x(x, options)
+    samples = check_x(x, options)
     with trainable_surroundings(), unchanged_on_error(model, always=True):
-        tape = Record(next(model.parameters()).device.type)
+        tape = Record(next(model.parameters()).device.type, module_paths=True)
         try:
-            _, loss = forward(model, _some_loss, x, None, options, tape, paths=True)
+            _, loss = forward(model, _some_loss, x, None, tape, input_at)
         except UnsupportedError:
-            return Coverage(_rows(model, tape, tape.operations), tuple(dict.fromkeys(tape.problems)))
+            return Coverage(_rows(model, tape, list(tape.operations)), tuple(dict.fromkeys(tape.problems)))
         operations = list(tape.operations)
-        program = tape.program(to_the_end=False)
-        dx, d = backward(tape, program, loss, 1.0, everything=False)
+        tape.prune(to_loss=False)
+        plan = make_plan(tape, options, samples)
+        dx, errors = backward(tape, plan, loss)
         with torch.no_grad():
-            forward_again(tape, program, dx, dx, d, Gradients(options.back, options.third, apart=True))
+            forward_again(tape, dx, dx, errors, Gradients(plan, 1.0))
         return Coverage(_rows(model, tape, operations), tuple(dict.fromkeys(tape.problems)))
 
 
@@ -93,7 +95,7 @@ def _rows(model: nn.Module, tape: Record, operations: list[Operation]) -> tuple[
         reason = failed.get((op.module, op.name))
         made = op.map() is not None
         for _, weight in op.weights:
-            for p in _parameters_behind(weight):
+            for p in _parameters_of(weight):
                 if p in uses:
                     rule = "unsupported" if reason else "fast" if made else "generic"
                     why = reason or (
@@ -103,7 +105,7 @@ def _rows(model: nn.Module, tape: Record, operations: list[Operation]) -> tuple[
                         why += ", then the chain rule"
                     uses[p].append(Row(names[p], op.name, rule, why))
     for source, _, _ in tape.inputs:
-        for p in _parameters_behind(source) if source.requires_grad else ():
+        for p in _parameters_of(source) if source.requires_grad else ():
             if p in uses:
                 why = "lies before the input: backpropagation's gradient, in exact mode the input loss's too"
                 uses[p].append(Row(names[p], "(before the input)", "generic", why))
@@ -114,7 +116,7 @@ def _rows(model: nn.Module, tape: Record, operations: list[Operation]) -> tuple[
     return tuple(dict.fromkeys(row for rows in uses.values() for row in rows))
 
 
-def _parameters_behind(weight: Tensor) -> list[Tensor]:
+def _parameters_of(weight: Tensor) -> list[Tensor]:
     """The leaves that a weight is computed from."""
     if weight.is_leaf:
         return [weight]
