@@ -164,7 +164,7 @@ DAMAGES = {
         (lambda file: os.truncate(file, 100), "is damaged: it is not JSON"),
         (lambda file: file.write_bytes(b"\xff\xfe"), "is damaged: it is not JSON"),
         (lambda file: file.write_text("[]"), r"expected an object, got \[\]"),
-        (lambda file: file.write_text('{"format": 1}'), "lacks the key 'config'"),
+        (lambda file: file.write_text('{"format": 2}'), "lacks the key 'config'"),
         (lambda file: write(file, format="1"), "format: expected a whole number, got '1'"),
         (lambda file: write(file, format=7), "written by another version"),
         (lambda file: write(file, position=[0.5, 1]), "position: expected a whole number, got 0.5"),

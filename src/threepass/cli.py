@@ -175,6 +175,7 @@ def train(
         keep_going: train on when the loss is not finite, instead of stopping with exit code 3.
     """
     from .train.folder import created, resumed
+    from .train.metrics import in_words
     from .train.runs import Run
 
     run = task.run(config)
@@ -194,8 +195,7 @@ def train(
             print(f"threepass: to go on: threepass train --resume {folder.path}", file=sys.stderr)
             raise
     last = result.history[-1]
-    figures = f"loss {last['train_loss']:.4f}, validation error {last['val_error']:.2%}"
-    print(f"{folder.path}: epoch {last['epoch']}, {figures}, input loss {last['val_input_loss']:.4g}")
+    print(f"{folder.path}: epoch {last['epoch']}, loss {last['train_loss']:.4f}, {in_words(last)}")
 
 
 def compare(
@@ -266,7 +266,8 @@ def data(name: str, /, *, download: bool = False, data_dir: Path | None = None) 
 
     found = load(name, data_dir, download)
     sizes = f"{len(found.train)} training and {len(found.val)} validation examples"
-    print(f"{found.name}: {sizes} of shape {tuple(found.train.x.shape[1:])}, {len(found.classes)} classes")
+    kind = f"{len(found.classes)} classes" if found.classes else f"targets of shape {tuple(found.train.y.shape[1:])}"
+    print(f"{found.name}: {sizes} of shape {tuple(found.train.x.shape[1:])}, {kind}")
     print("mean", *(f"{m:.4f}" for m in found.mean), " std", *(f"{s:.4f}" for s in found.std))
 
 

@@ -124,6 +124,8 @@ def compare(
         say: told of every run's end.
     """
     _check(variants, seeds)
+    if not data.classes:
+        raise ValueError(f"{data.name} has no classes, and a comparison measures accuracy: use train for regression")
     for variant in variants:  # what cannot be trained is refused before anything is
         Trainer(_fresh_model(make_model, data, 0), data, variant.config(config, 0), loss_fn)
     out = Path(out) if resume else fresh(Path(out))

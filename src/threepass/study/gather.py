@@ -126,6 +126,10 @@ def gather(folders: Sequence[Path]) -> Study:
             study.groups += _compared(place, about, f"{place.name}: " if several else "")
         elif (place / "metrics.jsonl").exists():
             single.append(read(place))
+            if single[-1].history and "val_error" not in single[-1].history[-1]:
+                raise ValueError(
+                    f"{folder}: reports compare validation errors, and this run has none: it has no classes"
+                )
         else:
             raise FileNotFoundError(
                 f"{folder} holds no run: there is neither compare.json nor metrics.jsonl in it; "

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from ..tape.state import random_state, set_random_state
 from .files import Kinds, check_kind, read_object
 
-FORMAT = 1
+FORMAT = 2
 KEYS: dict[str, Kinds] = {
     "format": (int,), "config": (dict,), "position": (list,), "seconds": (float,), "history": (list,),
     "optimizer": (dict,), "numpy_random": (list,), "python_random": (list,),

@@ -18,27 +18,29 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from ..errors import DivergedError, warn_caller
 from . import checkpoint
 from .captured import CapturedSteps
-from .checks import check_training
+from .checks import check_outputs, first_output
 from .config import RESUME_MAY_CHANGE, Config
-from .data import Batches, DataSet
+from .data import LoaderBatches
+from .feed import Data, Feed, feed
 from .folder import RunFolder, created, event_names, resumed
 from .interrupts import Interrupts, interrupts_between_steps
+from .metrics import LossFn, Metric, cross_entropy, default_metric, mean_squared_error, name_of
 from .optimizer import make_optimizer
 from .probes import compare_passes, measure_alignment
 from .progress import Progress
 from .recorder import Recorder
-from .steps import SUMS, Steps
-from .validation import Validation, size_of_batches
+from .steps import SUMS, CompiledLoaderSteps, Steps
+from .validation import CapturedValidation, Validation
 
 VERSION = 1
 AfterStep = Callable[[int, int], None]
@@ -56,12 +58,13 @@ class Fit:
 
 def fit(
     model: nn.Module,
-    data: DataSet,
+    data: Data,
     config: Config | None = None,
     *,
     folder: Path | str | None = None,
     resume: bool = False,
-    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    loss_fn: LossFn | None = None,
+    metric: Metric | None = None,
     after_step: AfterStep | None = None,
     keep_going: bool = False,
     **settings: Any,
@@ -69,13 +72,17 @@ def fit(
     """Trains the model by three passes (alpha=1: by two), and returns it with E and E_x.
 
     Args:
-        model: on the device that it is to be trained on; the data's tensors must be there too.
-        data: a `threepass.train.data.DataSet`, as `load` gives it.
+        model: on the device that it is to be trained on; a data set's tensors must be there too.
+        data: a `threepass.train.data.DataSet`, as `load` and `from_dataset` give it, or two torch DataLoaders,
+            `(train_loader, val_loader)`, of pairs (x, y) with x a tensor, or a tuple or dict of what the model takes.
         config: the settings.
         folder: where metrics (JSON lines, TensorBoard) and checkpoints go; none: nothing is written. A folder that
             holds a run is refused unless `resume` is set, and so is one that another process trains in.
         resume: go on from the folder's checkpoint, by the settings in it; a larger `epochs` extends the run.
-        loss_fn: `loss_fn(output, y)`, a mean over the batch; default: cross-entropy with the config's label smoothing.
+        loss_fn: `loss_fn(output, y)`, a mean over the batch; default: the mean squared error for floating-point
+            targets, else cross-entropy with the config's label smoothing.
+        metric: `metric(output, y)`, a mean over the batch, reported under the function's name; default: the error, for
+            floating-point targets the absolute error.
         after_step: called with the epoch and the number of batches done.
         keep_going: train on when the loss is not finite; else that raises a `DivergedError`.
         settings: settings as keywords, `fit(model, data, epochs=5, alpha=0.8)`; they replace those of the config.
@@ -85,7 +92,7 @@ def fit(
     if resume and config is None:
         config = saved_config(Path(str(folder)))
     config = (config or Config()).with_settings(settings)
-    trainer = Trainer(model, data, config, loss_fn)
+    trainer = Trainer(model, data, config, loss_fn, metric)
     if folder is None:
         return trainer.run(after_step, keep_going)
     with resumed(Path(folder)) if resume else created(Path(folder)) as files:
@@ -109,26 +116,22 @@ def saved_config(folder: Path) -> Config | None:
 class Trainer:
     """One run: its model, optimizer, data, position and sums. `fit` is the way in."""
 
-    def __init__(self, model: nn.Module, data: DataSet, config: Config, loss_fn=None):
-        self.model, self.data, self.config = model, data, config
-        if loss_fn is not None and config.label_smoothing:
-            raise ValueError("label_smoothing is that of the default loss: leave it out, or leave loss_fn out")
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Data,
+        config: Config,
+        loss_fn: LossFn | None = None,
+        metric: Metric | None = None,
+    ):
+        self.model, self.config = model, config
         if config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.loss_fn = loss_fn or (lambda out, y: F.cross_entropy(out, y, label_smoothing=config.label_smoothing))
-        self.optimizer = make_optimizer(model, config)
         self.device = next(model.parameters()).device
-        common: dict[str, Any] = {
-            "normalise": (data.mean, data.std), "channels_last": config.channels_last, "seed": config.seed,
-        }  # fmt: skip
-        self.batches = Batches(data.train, config.batch_size, augment=config.augment, shuffle=True, **common)
-        size = size_of_batches(len(data.val), data.val.x[0].numel(), config.batch_size)
-        val_batches = Batches(data.val, size, shuffle=False, **common)
-        required = config.compile == "require"
-        self.recorder = Recorder(self.device, model, self.loss_fn, required) if config.compile else None
-        parts = (model, self.loss_fn, self.batches, self.optimizer, config)
-        self.steps = Steps(*parts) if self.recorder is None else CapturedSteps(*parts, recorder=self.recorder)
-        self.evaluate = Validation(model, self.loss_fn, val_batches, config, self.recorder)
+        self.feed = feed(data, config, self.device)
+        self.loss_fn, self.metric = _loss_and_metric(model, self.feed, config, loss_fn, metric)
+        self.optimizer = make_optimizer(model, config)
+        self._make_steps()
         self.epoch, self.done = 0, 0  # the position: epochs finished, batches of the next one done
         self.seconds = 0.0  # of the epoch so far
         self.history: list[dict[str, Any]] = []
@@ -136,7 +139,21 @@ class Trainer:
         self._interrupts = Interrupts()
         self._saved = self._watched = time.monotonic()
         self._logged = 0  # batches of the epoch whose figures are in TensorBoard's files
-        check_training(model, self.loss_fn, *self._first_batch(), data, config, default_loss=loss_fn is None)
+
+    def _make_steps(self) -> None:
+        """Steps and validation: eager; recorded, for data in memory; or compiled batch by batch, for loaders."""
+        self.batches, self.recorder = self.feed.train, None
+        parts = (self.model, self.loss_fn, self.metric, self.batches, self.optimizer, self.config)
+        measured = (self.model, self.loss_fn, self.metric, self.feed.val, self.config)
+        self.evaluate = Validation(*measured)
+        if not self.config.compile:
+            self.steps = Steps(*parts)
+        elif isinstance(self.batches, LoaderBatches):
+            self.steps = CompiledLoaderSteps(*parts)
+        else:
+            self.recorder = Recorder(self.device, self.model, self.loss_fn, self.config.compile == "require")
+            self.steps = CapturedSteps(*parts, recorder=self.recorder)
+            self.evaluate = CapturedValidation(*measured, recorder=self.recorder)
 
     def begin(self, folder: RunFolder) -> None:
         """Goes on from the folder's checkpoint; a new run gets its first one, and can be resumed from the start on."""
@@ -231,17 +248,20 @@ class Trainer:
             "E": train["loss"],
             "E_x": train["input_loss"],
             "train_loss": train["loss"] / n,
-            "train_error": train["wrong"] / n,
             "train_input_loss": train["input_loss"] / n,
-            **{f"val_{k}": v for k, v in validation.items()},
+            "val_loss": validation["loss"],
+            "val_input_loss": validation["input_loss"],
             "lr": self.steps.schedule.lr(last),
             "alpha": self.steps.schedule.alpha(last),
         }
+        if self.metric is not None:
+            name = name_of(self.metric)
+            metrics |= {f"train_{name}": train["metric"] / n, f"val_{name}": validation["metric"]}
         c, number = self.config, self.epoch + 1
         if c.probe_every and number % c.probe_every == 0:
-            metrics |= compare_passes(self.model, self.loss_fn, *self._first_batch(), c)
+            metrics |= compare_passes(self.model, self.loss_fn, *self.feed.first, c)
         if c.align_every and number % c.align_every == 0:
-            metrics |= measure_alignment(self.model, self.loss_fn, *self._first_batch(), c)
+            metrics |= measure_alignment(self.model, self.loss_fn, *self.feed.first, c)
         seconds = time.perf_counter() - began
         return (
             metrics | {"step_seconds": step_seconds, "val_seconds": val_seconds, "seconds": seconds} | self._recorded()
@@ -261,10 +281,6 @@ class Trainer:
         }  # fmt: skip
         recorder.seconds = recorder.check_seconds = 0.0
         return {name: value for name, value in cost.items() if value is not None}
-
-    def _first_batch(self) -> tuple[Tensor, Tensor]:
-        """As many samples of the validation set as a training batch has."""
-        return self.evaluate.batches.cut(self.evaluate.drawn[:, : self.config.batch_size])
 
     def _write_events(self, metrics: dict[str, Any] | None = None) -> None:
         """For TensorBoard: the figures of the epoch's steps since the last call, and the epoch's own. x: steps done."""
@@ -331,6 +347,25 @@ class Trainer:
                 f"follow the new length from epoch {self.epoch + 1} on, so the learning rate or alpha jumps there",
                 UserWarning,
             )
+
+
+def _loss_and_metric(
+    model: nn.Module, feed: Feed, config: Config, loss_fn: LossFn | None, metric: Metric | None
+) -> tuple[LossFn, Metric | None]:
+    """Those given, or the defaults for the targets; tried on a batch."""
+    output, y = first_output(model, feed, config), feed.first[1]
+    smoothing = config.label_smoothing
+    if smoothing and (loss_fn is not None or y.is_floating_point()):
+        raise ValueError("label_smoothing is that of the default cross-entropy, which is not used here: leave it out")
+    if loss_fn is None:
+        check_outputs(output, feed)
+        loss_fn = mean_squared_error if y.is_floating_point() else partial(cross_entropy, label_smoothing=smoothing)
+    metric = default_metric(output, y) if metric is None else metric
+    with torch.no_grad():
+        loss_fn(output, y)
+        if metric is not None:
+            metric(output, y)
+    return loss_fn, metric
 
 
 @contextlib.contextmanager

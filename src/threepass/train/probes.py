@@ -1,18 +1,16 @@
 """Measurements of both passes' gradients along a run; none of them changes it."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..core.engine import run as three_passes
 from ..core.options import Options
 from ..inspect.alignment import alignment
 from ..tape.state import unchanged_on_error
 from .config import Config
-
-LossFn = Callable[[Any, Any], Tensor]
+from .metrics import LossFn
 
 
 def compare_passes(model: nn.Module, loss_fn: LossFn, x: Any, y: Any, config: Config) -> dict[str, float]:

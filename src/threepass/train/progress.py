@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from .metrics import in_words
+
 
 class Progress:
     """Epochs, loss, error, input loss and the time left, on standard error."""
@@ -49,21 +51,21 @@ class Progress:
 
     def epoch(self, metrics: dict[str, Any]) -> None:
         """The epoch's own numbers."""
-        self._text = f"  val error {metrics['val_error']:.2%}  input loss {metrics['val_input_loss']:.3g}"
+        self._text = f"  {in_words(metrics)}"
         line = f"epoch {metrics['epoch']}/{self._epochs}  loss {metrics['train_loss']:.4f}{self._text}"
         if self._bar is not None:
             self._bar.update(self._task, completed=metrics["epoch"] * self._batches, description=line)
             return
         done, left = metrics["epoch"] - self._first, self._epochs - metrics["epoch"]
         seconds = (time.monotonic() - self._began) / done
-        times = f"  {_in_words(seconds)} an epoch" + (f", {_in_words(left * seconds)} left" if left else "")
+        times = f"  {_duration(seconds)} an epoch" + (f", {_duration(left * seconds)} left" if left else "")
         print(line + times, file=sys.stderr, flush=True)
 
 
-def _in_words(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     """A duration in two units at most.
 
-    >>> _in_words(0.04), _in_words(75), _in_words(7260)
+    >>> _duration(0.04), _duration(75), _duration(7260)
     ('0.04 s', '1 min 15 s', '2 h 1 min')
     """
     if seconds < 60:

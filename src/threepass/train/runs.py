@@ -100,7 +100,7 @@ def find_device(name: str) -> torch.device:
 
 def build(name: str, data: DataSet, **options: Any) -> nn.Module:
     """A model of `threepass.models` that fits the data's images and classes, or a function of the user's, as it is."""
-    shape, classes = data.train.x.shape[1:], len(data.classes)
+    shape, classes = data.train.x.shape[1:], len(data.classes) or data.train.y.shape[1:].numel()
     fitting: dict[str, Any] = {}
     if name == "mlp":
         fitting = {"sizes": (shape.numel(), 512, classes)}

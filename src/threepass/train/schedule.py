@@ -13,7 +13,7 @@ from .config import Config
 class Schedule:
     """Functions of the position, the number of steps before this one in the whole run, and of nothing else."""
 
-    def __init__(self, config: Config, batches: int, samples: int):
+    def __init__(self, config: Config, batches: int, samples: int | None):
         self.config, self.batches, self.samples = config, batches, samples
 
     def alpha(self, position: int) -> float:
