@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import threepass
 from threepass.cli import main
+from threepass.errors import LossReductionWarning
 from threepass.train.config import Config
 from threepass.train.data import DataError, from_dataset
 from threepass.train.loop import fit
@@ -251,3 +252,9 @@ def test_compilation_is_announced(monkeypatch, capsys):
 
 def test_a_config_of_another_type():
     assert Config(lr=np.float64(0.1), epochs=np.int64(3)).epochs == 3
+
+
+def test_a_summed_loss_is_said(capsys):
+    with pytest.warns(LossReductionWarning, match="a sum over the batch and not a mean") as caught:
+        fit(simple(), data(), epochs=1, batch_size=10, loss_fn=nn.CrossEntropyLoss(reduction="sum"), lr=1e-3)
+    assert [w.filename for w in caught] == [__file__]

@@ -75,6 +75,18 @@ class UncheckedWarning(UserWarning):
     """A compiled step is used although it could not be compared with the float64 reference."""
 
 
+class AccumulationWarning(UserWarning):
+    """Gradients of several calls went into one update, and `batch_size` was not given."""
+
+
+class LossReductionWarning(UserWarning):
+    """The loss is a sum over the batch, and three passes expect a mean."""
+
+
+class MaskWarning(UserWarning):
+    """A floating-point mask counts as the input of a token model."""
+
+
 class UncompiledWarning(UserWarning):
     """`compile=True` could not capture a step, which therefore runs eagerly."""
 

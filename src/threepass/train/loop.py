@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.misuse import warn_of_masks, warn_of_sum
 from ..errors import DivergedError, warn_caller
 from . import checkpoint
 from .captured import CapturedSteps
@@ -362,9 +363,11 @@ def _loss_and_metric(
         loss_fn = mean_squared_error if y.is_floating_point() else partial(cross_entropy, label_smoothing=smoothing)
     metric = default_metric(output, y) if metric is None else metric
     with torch.no_grad():
-        loss_fn(output, y)
+        warn_of_sum(model, loss_fn, feed.first[0], y, output, loss_fn(output, y))
         if metric is not None:
             metric(output, y)
+    if config.input_at is None:
+        warn_of_masks(model, feed.first[0])
     return loss_fn, metric
 
 
