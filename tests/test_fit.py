@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from test_run_folder import assert_same
 from test_train import data, simple
 from torch import nn
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import threepass
 from threepass.cli import main
+from threepass.compile import inductor
 from threepass.errors import LossReductionWarning
 from threepass.train.config import Config
 from threepass.train.data import DataError, from_dataset
@@ -76,8 +78,6 @@ def test_a_loader_gives_what_the_data_in_memory_gives():
 
 
 def test_loaders_with_compiled_steps(monkeypatch):
-    from threepass.compile import inductor
-
     monkeypatch.setattr(inductor, "compiled", lambda program, inputs: lambda values: program.graph(*values))
     x, y = torch.randn(40, 5).double(), torch.arange(40) % 3
     pair = DataLoader(TensorDataset(x, y), 10), DataLoader(TensorDataset(x, y), 10)
@@ -241,8 +241,6 @@ def test_the_bar_says_what_it_does(monkeypatch):
 
 
 def test_compilation_is_announced(monkeypatch, capsys):
-    from threepass.compile import inductor
-
     monkeypatch.setattr(inductor, "compiled", lambda program, inputs: lambda values: program.graph(*values))
     fit(simple(), data(), epochs=1, batch_size=40, compile=True)
     said = capsys.readouterr().err
@@ -258,3 +256,73 @@ def test_a_summed_loss_is_said(capsys):
     with pytest.warns(LossReductionWarning, match="a sum over the batch and not a mean") as caught:
         fit(simple(), data(), epochs=1, batch_size=10, loss_fn=nn.CrossEntropyLoss(reduction="sum"), lr=1e-3)
     assert [w.filename for w in caught] == [__file__]
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_clipping(compile, monkeypatch):
+    monkeypatch.setattr(inductor, "compiled", lambda program, inputs: lambda values: program.graph(*values))
+    made, by_hand = data(), simple()
+    result = fit(simple(), made, epochs=1, batch_size=40, alpha=0.5, lr=1.0, momentum=0.0, clip=0.01, compile=compile)
+    moved = torch.cat([(p - q).flatten() for p, q in zip(result.model.parameters(), by_hand.parameters(), strict=True)])
+    assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)
+    free = fit(simple(), made, epochs=1, batch_size=40, alpha=0.5, lr=1.0, momentum=0.0, clip=1e6, compile=compile)
+    plain = fit(simple(), made, epochs=1, batch_size=40, alpha=0.5, lr=1.0, momentum=0.0, compile=compile)
+    for p, q in zip(free.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_the_best_epoch_is_kept(tmp_path):
+    settings = {"epochs": 12, "batch_size": 10, "alpha": 1.0, "lr": 0.2}
+    result = fit(simple(), data(), folder=tmp_path, **settings)
+    best = result.best()
+    assert best["val_loss"] == min(m["val_loss"] for m in result.history)
+    assert best["epoch"] < 12, "validation gets worse on so little data"
+    shorter = fit(simple(), data(), **settings | {"epochs": best["epoch"]})
+    with safe_open(tmp_path / "best.safetensors", "pt") as file:
+        assert file.metadata()["epoch"] == str(best["epoch"])
+        for name, z in shorter.model.state_dict().items():
+            assert torch.equal(file.get_tensor(name), z)
+
+
+def test_stops_when_validation_gets_no_better(tmp_path):
+    settings = {"batch_size": 10, "alpha": 1.0, "lr": 0.2, "patience": 3, "monitor": "val_error"}
+    result = fit(simple(), data(), folder=tmp_path, epochs=60, **settings)
+    stopped = len(result.history)
+    assert stopped == result.best("val_error")["epoch"] + 3 < 60
+    assert len(fit(simple(), data(), folder=tmp_path, resume=True).history) == stopped
+    more = fit(simple(), data(), folder=tmp_path, resume=True, patience=0, epochs=stopped + 1)
+    assert len(more.history) == stopped + 1
+    with pytest.raises(ValueError, match="monitor must be one of val_loss, val_input_loss, val_error, train_loss"):
+        fit(simple(), data(), monitor="val_accuracy")
+
+
+@pytest.mark.parametrize("update", ["batch", "epoch"])
+def test_moving_average_by_hand(update, tmp_path):
+    settings = {"epochs": 3, "batch_size": 10, "alpha": 0.5, "lr": 0.1, "update": update}
+    model = simple()
+    average = [p.detach().clone() for p in model.parameters()]
+    updates = 0
+
+    def follow(epoch, done):
+        nonlocal updates
+        if update == "batch":
+            updates += 1
+            decay = min(0.6, (1 + updates) / (10 + updates))
+            for z, p in zip(average, model.parameters(), strict=True):
+                z.lerp_(p.detach(), 1 - decay)
+
+    fit(model, data(), after_step=follow, **settings)
+
+    def kill(epoch, done):
+        if (epoch, done) == (1, 2):
+            raise KeyboardInterrupt
+
+    whole = fit(simple(), data(), ema=0.6, **settings)
+    with pytest.raises(KeyboardInterrupt):
+        fit(simple(), data(), ema=0.6, folder=tmp_path, after_step=kill, **settings)
+    assert_same(fit(simple(), data(), folder=tmp_path, resume=True), whole)
+    if update == "batch":
+        for p, z in zip(whole.model.parameters(), average, strict=True):
+            torch.testing.assert_close(p.detach(), z)
+    out = whole.model.eval()(((data().val.x.float() / 255) - 0.5) / 0.3)
+    assert whole.history[-1]["val_loss"] == pytest.approx(F.cross_entropy(out, data().val.y).item(), rel=1e-5)

@@ -20,7 +20,7 @@ from ..errors import CaptureError
 from ..numerics.precision import weights_dtype
 from ..tape.state import unchanged_on_error
 from .data import Batches
-from .optimizer import is_graphable, lr_in, state_tensors
+from .optimizer import clip_gradients, is_graphable, lr_in, state_tensors
 from .recorder import Recorder, Recording
 from .steps import Steps, in_precision
 
@@ -160,6 +160,7 @@ class CapturedSteps(Steps):
         if not self.graphable:
             return grads
         _put(trained, grads)
+        clip_gradients(self.optimizer, self.config.clip)
         with lr_in(self.optimizer, self.lr):
             self.optimizer.step()
         self.optimizer.zero_grad()

@@ -26,7 +26,7 @@ from .files import Kinds, check_kind, read_object
 FORMAT = 2
 KEYS: dict[str, Kinds] = {
     "format": (int,), "config": (dict,), "position": (list,), "seconds": (float,), "history": (list,),
-    "optimizer": (dict,), "numpy_random": (list,), "python_random": (list,),
+    "average_updates": (int,), "optimizer": (dict,), "numpy_random": (list,), "python_random": (list,),
 }  # fmt: skip
 
 Packed = tuple[dict[str, Tensor], dict[str, Any]]

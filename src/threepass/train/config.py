@@ -16,7 +16,7 @@ from ..core.options import Options
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "step", "cosine")
 PRECISIONS = ("float32", "tf32", "bf16")
-RESUME_MAY_CHANGE = ("epochs", "probe_every", "align_every", "save_every", "save_minutes")
+RESUME_MAY_CHANGE = ("epochs", "patience", "probe_every", "align_every", "save_every", "save_minutes")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Config:
         sam: radius of sharpness-aware minimisation, with alpha 1; 0: none
         every: run the third pass in every k-th step only
         input_at: the module whose output counts as the input
+        clip: the largest norm of the gradient of all parameters together; 0: no clipping
         optimizer: sgd, adam, adamw, or a class of torch.optim
         lr: the learning rate
         eta_over_alpha: divide the learning rate by alpha, as the paper does
@@ -49,6 +50,9 @@ class Config:
         milestones: of the step schedule, in epochs (100 150) or as fractions of the run (0.5 0.75)
         gamma: the factor on the learning rate at a milestone
         warmup: epochs in which the learning rate rises to its value
+        ema: decay of a moving average of the weights, which validation and the result use, such as 0.999; 0: none
+        patience: stop after so many epochs without a better `monitor`; 0: never
+        monitor: the metric of the best epoch and of patience, the lower the better
         label_smoothing: of the cross-entropy
         augment: random crops after padding by 4, and horizontal flips
         precision: float32, tf32, bf16
@@ -74,6 +78,7 @@ class Config:
     sam: float = 0.0
     every: int = 1
     input_at: str | None = None
+    clip: float = 0.0
     optimizer: str = "sgd"
     lr: float = 0.1
     eta_over_alpha: bool = False
@@ -83,6 +88,9 @@ class Config:
     milestones: tuple[float, ...] = (0.5, 0.75)
     gamma: float = 0.1
     warmup: int = 0
+    ema: float = 0.0
+    patience: int = 0
+    monitor: str = "val_loss"
     label_smoothing: float = 0.0
     augment: bool = False
     precision: str = "float32"
@@ -107,14 +115,26 @@ class Config:
         for name in ("epochs", "batch_size", "every", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")
-        for name in ("warmup", "probe_every", "align_every", "weight_decay", "momentum", "sam", "seed", "save_minutes"):
+        for name in (
+            "warmup",
+            "probe_every",
+            "align_every",
+            "weight_decay",
+            "momentum",
+            "sam",
+            "seed",
+            "save_minutes",
+            "clip",
+            "patience",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)!r}")
         check_compile(self.compile)
         if not self.lr > 0:
             raise ValueError(f"lr must be positive, got {self.lr!r}")
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing!r}")
+        for name in ("label_smoothing", "ema"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)!r}")
         if self.sam and (self.alpha != 1 or self.strength is not None):
             raise ValueError("sam takes the place of the third pass: give alpha 1 and no strength with it")
         if self.eta_over_alpha and (self.alpha == 0 or self.strength is not None):

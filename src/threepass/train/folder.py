@@ -13,6 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
 
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
 from . import checkpoint
 
 LOCK = ".lock"
@@ -40,6 +44,11 @@ class RunFolder:
         """Replaces the checkpoint, whole or not at all."""
         self.wait()
         self._submit(checkpoint.write, self.path / "checkpoint", packed)
+
+    def save_best(self, weights: dict[str, Tensor], metrics: dict[str, Any]) -> None:
+        """Replaces the weights of the best epoch; its metrics are in the file's header."""
+        copied = {name: z.detach().cpu().contiguous().clone() for name, z in weights.items()}
+        self._submit(_write_weights, self.path / "best.safetensors", copied, {k: str(v) for k, v in metrics.items()})
 
     def write_metrics(self, history: Sequence[dict[str, Any]]) -> None:
         beside = self.path / "metrics.jsonl.new"
@@ -77,6 +86,16 @@ class RunFolder:
             self._background.shutdown()
             if self._events is not None:
                 self._events.close()
+
+
+def _write_weights(file: Path, weights: dict[str, Tensor], about: dict[str, str]) -> None:
+    beside = file.with_name(file.name + ".new")
+    try:
+        save_file(weights, beside, about)
+    except (OSError, SafetensorError) as error:
+        beside.unlink(missing_ok=True)
+        raise OSError(f"could not write {file} ({error})") from error
+    beside.replace(file)
 
 
 def event_names(metrics: dict[str, Any]) -> dict[str, float]:

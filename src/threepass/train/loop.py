@@ -28,6 +28,7 @@ from torch import nn
 from ..core.misuse import warn_of_masks, warn_of_sum
 from ..errors import DivergedError, warn_caller
 from . import checkpoint
+from .average import MovingAverage
 from .captured import CapturedSteps
 from .checks import check_outputs, first_output
 from .config import RESUME_MAY_CHANGE, Config
@@ -55,6 +56,10 @@ class Fit:
     E: float
     E_x: float
     history: list[dict[str, Any]] = field(repr=False)
+
+    def best(self, monitor: str = "val_loss") -> dict[str, Any]:
+        """The metrics of the epoch in which this one was lowest."""
+        return min(self.history, key=lambda metrics: metrics[monitor])
 
 
 def fit(
@@ -132,6 +137,7 @@ class Trainer:
         self.feed = feed(data, config, self.device)
         self.loss_fn, self.metric = _loss_and_metric(model, self.feed, config, loss_fn, metric)
         self.optimizer = make_optimizer(model, config)
+        self.average = MovingAverage(model, config.ema) if config.ema else None
         self._make_steps()
         self.epoch, self.done = 0, 0  # the position: epochs finished, batches of the next one done
         self.seconds = 0.0  # of the epoch so far
@@ -181,13 +187,21 @@ class Trainer:
                 if not self._interrupts.at_once:
                     self.save()
                 raise
+        if self.average is not None:
+            self.average.put()
         last = self.history[-1]
         return Fit(self.model, last["E"], last["E_x"], self.history)
 
     def _finished(self) -> bool:
         c = self.config
         reached = c.epsilon is not None and bool(self.history) and self.history[-1]["E"] <= c.epsilon
-        return self.epoch >= c.epochs or (reached and self.done == 0)
+        worse = bool(c.patience and self.history) and self.epoch - self._best() >= c.patience
+        return self.epoch >= c.epochs or ((reached or worse) and self.done == 0)
+
+    def _best(self) -> int:
+        """The epoch, counted from 1, in which the monitored metric was lowest."""
+        values = [(metrics[self.config.monitor], metrics["epoch"]) for metrics in self.history]
+        return min((value if math.isfinite(value) else math.inf, epoch) for value, epoch in values)[1]
 
     def _train_epoch(self, progress: Progress, after_step: AfterStep | None, keep_going: bool) -> None:
         """All batches that are left of the epoch; unless it is to keep going, up to a loss that is not finite."""
@@ -197,6 +211,8 @@ class Trainer:
         first = self.epoch * len(self.batches)
         for position in range(first + self.done, first + len(self.batches)):
             self.steps(position)
+            if self.average is not None and self.config.update == "batch":
+                self.average.update()
             self.done += 1
             self.seconds = time.perf_counter() - began
             if self.folder is not None:
@@ -209,6 +225,8 @@ class Trainer:
             self._interrupts.check()
             self._save_in_time()
         self.steps.finish(first + len(self.batches) - 1)
+        if self.average is not None and self.config.update == "epoch":
+            self.average.update()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.seconds = time.perf_counter() - began
@@ -221,11 +239,14 @@ class Trainer:
         return not math.isfinite(self.steps.loss.item())
 
     def _finish_epoch(self, progress: Progress, keep_going: bool) -> None:
-        metrics = self._measure_epoch()
+        with contextlib.nullcontext() if self.average is None else self.average.in_place():
+            metrics = self._measure_epoch()
+            self.history.append(metrics)
+            if self.folder is not None and self._best() == metrics["epoch"]:
+                self.folder.save_best(self.model.state_dict(), metrics)
         losses = self.steps.curve[: self.done, 0].isfinite()
         bad = None if keep_going or bool(losses.all()) else int(losses.int().argmin())
         diverged = bad is not None or not (keep_going or math.isfinite(metrics["val_loss"]))
-        self.history.append(metrics)
         if self.folder is not None:
             self._write_events(metrics)
             self.folder.write_metrics(self.history)
@@ -303,8 +324,11 @@ class Trainer:
             return
         sums = dict(zip(SUMS, self.steps.sums, strict=True))
         sums |= {f"grad {n}": p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        if self.average is not None:
+            sums |= {f"average {name}": z for name, z in self.average.weights.items()}
         state = {
             "version": VERSION,
+            "average_updates": 0 if self.average is None else self.average.updates,
             "config": self.config.to_dict(),
             "position": [self.epoch, self.done],
             "seconds": self.seconds,
@@ -331,6 +355,9 @@ class Trainer:
         self.steps.sums.copy_(torch.stack([sums[name] for name in SUMS]))
         for name, p in self.model.named_parameters():
             p.grad = sums.get(f"grad {name}")
+        if self.average is not None:
+            self.average.updates = state["average_updates"]
+            self.average.weights = {name: sums[f"average {name}"] for name in self.average.weights}
 
     def _check_resumed(self, saved: Config) -> None:
         changed = saved.differing(self.config)
@@ -366,9 +393,17 @@ def _loss_and_metric(
         warn_of_sum(model, loss_fn, feed.first[0], y, output, loss_fn(output, y))
         if metric is not None:
             metric(output, y)
+    _check_monitor(config, metric)
     if config.input_at is None:
         warn_of_masks(model, feed.first[0])
     return loss_fn, metric
+
+
+def _check_monitor(config: Config, metric: Metric | None) -> None:
+    measured = ["loss", "input_loss"] if metric is None else ["loss", "input_loss", name_of(metric)]
+    known = [f"{part}_{name}" for part in ("val", "train") for name in measured]
+    if config.monitor not in known:
+        raise ValueError(f"monitor must be one of {', '.join(known)}, got {config.monitor!r}")
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from ..step import add_to_grad
 from .config import Config
 from .data import Batches, LoaderBatches
 from .metrics import LossFn, Metric, batch_sums, samples_in
-from .optimizer import set_lr
+from .optimizer import clip_gradients, set_lr
 from .sam import sam
 from .schedule import Schedule
 
@@ -83,6 +83,7 @@ class Steps:
 
     def update(self, position: int) -> None:
         set_lr(self.optimizer, self.schedule.lr(position))
+        clip_gradients(self.optimizer, self.config.clip)
         self.optimizer.step()
 
 
