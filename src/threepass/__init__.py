@@ -1,11 +1,19 @@
 """Three-pass learning for PyTorch: train on the loss and on its gradient at the input, at 4/3 of the arithmetic."""
 
 import warnings
+from importlib import metadata
 from typing import Any
 
 from . import models, reference
 from .core.engine import Result, three_pass
-from .errors import CaptureError, LeftOutWarning, NormalizationWarning, UncompiledWarning, UnsupportedError
+from .errors import (
+    CaptureError,
+    DivergedError,
+    LeftOutWarning,
+    NormalizationWarning,
+    UncompiledWarning,
+    UnsupportedError,
+)
 from .init import init_
 from .inspect.alignment import Alignment, alignment
 from .inspect.coverage import Coverage, coverage
@@ -17,6 +25,7 @@ __all__ = [
     "Alignment",
     "CaptureError",
     "Coverage",
+    "DivergedError",
     "LeftOutWarning",
     "Linearization",
     "NormalizationWarning",
@@ -45,4 +54,6 @@ def __getattr__(name: str) -> Any:
     if name == "Map":
         warnings.warn("threepass.Map is now threepass.Linearization", DeprecationWarning, stacklevel=2)
         return Linearization
+    if name == "__version__":
+        return metadata.version("threepass")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

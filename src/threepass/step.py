@@ -9,13 +9,16 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
+from ._torch_compat import is_wrapped_by_compile
 from .compile.programs import check_compile
 from .compile.step import CompiledSteps
 from .core.carried import Carried
 from .core.engine import Result, run
+from .core.misuse import AccumulationWatch, warn_of_masks, warn_of_sum
 from .core.options import Options, check_x, own_loss
 from .core.ranks import count_ranks, loss_through
 from .core.scaler import scaled, times
+from .errors import UncompiledWarning, warn_caller
 from .numerics.rounding import round_stochastically, seed_of
 
 
@@ -86,10 +89,19 @@ class ThreePass:
         Options(self.alpha(0), **self.options)
         check_compile(compile)
         self.compiled = CompiledSteps(model, self.loss_fn, required=compile == "require") if compile else None
+        self._watch, self._is_first = AccumulationWatch(), True
+        if is_wrapped_by_compile(model) and not compile:
+            warn_caller(
+                "the model is wrapped by torch.compile, which a three-pass step does not use: the step runs the "
+                "original module eagerly. ThreePass(model, ..., compile=True) compiles the whole step",
+                UncompiledWarning,
+            )
 
     def __call__(self, x: Any, y: Any = None) -> Result:
         """Runs one step on a batch and adds its gradients to `p.grad`."""
         options, third = self._options()
+        if options.batch_size is None:
+            self._watch.before_call(self.model.parameters())
 
         def eager() -> Result:
             if isinstance(self.model, DistributedDataParallel):
@@ -103,6 +115,12 @@ class ThreePass:
         steps = self.compiled
         r = eager() if steps is None else steps(x, y, options, third, eager, self.calls, self.scaler)
         self.calls += 1
+        self._watch.after_call(self.model.parameters())
+        if self._is_first:
+            self._is_first = False
+            warn_of_sum(self.model, self.loss_fn, x, y, r.output, r.loss)
+            if options.input_at is None:
+                warn_of_masks(self.model, x)
         return r
 
     def loss(self, x: Any, y: Any = None) -> Tensor:

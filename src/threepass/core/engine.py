@@ -34,7 +34,7 @@ from .propagation import Errors, Propagation
 from .warn import warn_of_norms, warn_of_other_leaves
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """The result of one step.
 
@@ -55,6 +55,12 @@ class Result:
     grads: dict[str, Tensor]
     backprop_grads: dict[str, Tensor] | None
     third_grads: dict[str, Tensor] | None
+
+    def __repr__(self) -> str:
+        """In one line; tensors are attributes."""
+        terms = "" if self.third_grads is None else ", backprop_grads, third_grads"
+        losses = f"loss={self.loss.item():.4g}, input_loss={self.input_loss.item():.4g}"
+        return f"Result({losses}, grads of {len(self.grads)} parameters; also output, input_grad{terms})"
 
 
 def three_pass(

@@ -31,13 +31,15 @@ from torch.nn import functional as F
 
 from ..core.engine import run as three_passes
 from ..core.options import Options
+from ..errors import DivergedError
 from ..inspect.variances import variances
 from ..step import add_to_grad
 from ..train.checkpoint import code_version
 from ..train.config import Config
 from ..train.data import Batches, DataSet, load
-from ..train.loop import fit, make_optimizer
-from ..train.runs import fresh
+from ..train.folder import fresh
+from ..train.loop import Trainer, fit
+from ..train.optimizer import make_optimizer
 from . import robust
 from .gather import read
 from .report import report
@@ -122,6 +124,10 @@ def compare(
         say: told of every run's end.
     """
     _check(variants, seeds)
+    if not data.classes:
+        raise ValueError(f"{data.name} has no classes, and a comparison measures accuracy: use train for regression")
+    for variant in variants:  # what cannot be trained is refused before anything is
+        Trainer(_fresh_model(make_model, data, 0), data, variant.config(config, 0), loss_fn)
     out = Path(out) if resume else fresh(Path(out))
     described = describe(data, make_model, config, variants, seeds, command, about, sigmas, radii)
     _begin(out, described, resume)
@@ -247,10 +253,6 @@ def write_json(path: Path, content: Any) -> None:
     beside.replace(path)
 
 
-class _DivergedError(Exception):
-    pass
-
-
 def _train(
     data: DataSet,
     make_model: Callable[[], nn.Module],
@@ -267,13 +269,9 @@ def _train(
     model = _fresh_model(make_model, data, seed)
     begun = any((folder / name / "state.json").exists() for name in ("checkpoint", "checkpoint.old"))
 
-    def stop_if_diverged(epoch: int, done: int) -> None:
-        if done == 1 and epoch > 0 and read(folder).diverged:
-            raise _DivergedError
-
     if not (begun and read(folder).diverged):
-        with contextlib.suppress(_DivergedError):
-            fit(model, data, own, folder=folder, resume=begun, loss_fn=loss_fn, after_step=stop_if_diverged)
+        with contextlib.suppress(DivergedError):
+            fit(model, data, own, folder=folder, resume=begun, loss_fn=loss_fn)
     run = read(folder)
     if not run.diverged:
         save_file(
