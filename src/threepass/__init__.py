@@ -6,6 +6,7 @@ from . import models, reference
 from .core.engine import Result, three_pass
 from .errors import CaptureError, LeftOutWarning, NormalizationWarning, UncompiledWarning, UnsupportedError
 from .init import init_
+from .inspect.advise import Advice, advise
 from .inspect.alignment import Alignment, alignment
 from .inspect.coverage import Coverage, coverage
 from .inspect.variances import variances
@@ -13,6 +14,7 @@ from .rules import Map, rule
 from .step import ThreePass
 
 __all__ = [
+    "Advice",
     "Alignment",
     "CaptureError",
     "Coverage",
@@ -23,6 +25,7 @@ __all__ = [
     "ThreePass",
     "UncompiledWarning",
     "UnsupportedError",
+    "advise",
     "alignment",
     "coverage",
     "fit",
