@@ -364,7 +364,7 @@ def reproduce(
 
 def _fill_from_recipe(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """Gives flags that the user left out the values of the recipe for their model and data."""
-    defaults = {("train",): recipes.train_defaults, ("compare",): recipes.compare_defaults}.get(commands)
+    defaults = {"train": recipes.train_defaults, "compare": recipes.compare_defaults}.get("".join(commands))
     given = {a.field_info.name: a.tokens[-1].value for a in arguments if a.tokens}
     if defaults is None or {"resume", "demo"} & {*given}:
         return

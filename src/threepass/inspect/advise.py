@@ -61,7 +61,8 @@ class Advice:
     def __str__(self) -> str:
         plain = self.step_seconds["plain"]
         times = [
-            f"{name} {1000 * s:.3g} ms" + ("" if name == "plain" else f" ({s / plain:.2f}x)")
+            f"{name} {f'{1000 * s:.3g} ms' if s < 1 else f'{s:.3g} s'}"
+            + ("" if name == "plain" else f" ({s / plain:.2f}x)")
             for name, s in self.step_seconds.items()
         ]
         lines = [

@@ -28,16 +28,16 @@ class Recipe:
 # A model's name stands without its depth.
 RECIPES: dict[tuple[str, str], Recipe] = {
     ("mlp", "digits"): Recipe(
-        {"epochs": 30, "batch_size": 64, "lr": 0.1, "schedule": "cosine"},
+        {"epochs": 30, "batch_size": 64, "lr": 0.05, "schedule": "cosine"},
         {"strength": 1.0, "mode": "exact"},
-        {"strengths": (0.3, 1.0)},
-        "results/recipes",
+        {"strengths": (0.3, 1.0, 3.0)},
+        "results/recipes/digits",
     ),
     ("mlp", "mnist"): Recipe(
-        {"epochs": 10, "batch_size": 128, "lr": 0.1, "schedule": "cosine"},
-        {"strength": 1.0, "mode": "exact"},
-        {"strengths": (0.3, 1.0)},
-        "results/recipes",
+        {"epochs": 5, "batch_size": 128, "lr": 0.1, "schedule": "cosine"},
+        {"strength": 1.0, "mode": "paper"},
+        {"strengths": (0.3, 1.0, 3.0)},
+        "results/recipes/mnist",
     ),
     **dict.fromkeys(
         [("plain", "cifar10"), ("plain", "cifar100")],
