@@ -49,7 +49,7 @@ def test_points_lie_where_their_values_say():
     marks = root.findall("{*}g[@data-series]/{*}path")
     places = [tuple(map(float, re.findall(r"[\d.]+", m.get("transform")))) for m in marks]
     assert places == [(50.0, 212.0), (209.0, 112.0), (368.0, 12.0)]  # the corners and the middle of the axes
-    labels = {t.text: float(t.get("y")) - 4 for t in root.findall("{*}g/{*}text") if t.get("text-anchor") == "end"}
+    labels = {t.text: float(t.get("y")) - 4 for t in root.findall("{*}text") if t.get("text-anchor") == "end"}
     assert labels["0"] == 212.0
     assert labels["100"] == 12.0
 

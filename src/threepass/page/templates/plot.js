@@ -147,7 +147,7 @@ class Plot {
     cross.append(element("path", { d: `M${at.toFixed(1)} ${top}V${high - bottom}` }));
     for (const y of found.flatMap(([, ys]) => ys)) cross.append(element("circle", { cx: at.toFixed(1), cy: this.up(y).toFixed(1), r: 2.5 }));
     this.svg.append(cross);
-    this.tell(found, ticks ? ticks[x] : `${this.data.across} ${number(x)}`, at);
+    this.tell(found, `${this.data.across} ${ticks ? ticks[x] : number(x)}`, at);
   }
 
   // One row a series: its solid line or points, then in soft colour its dashed line.
