@@ -197,3 +197,27 @@ def test_recipes_are_those_of_the_code():
         )
         lines.append(f"| {model}, {data} | {common} | {third}; {methods} | {results} |")
     assert table_of(ROOT / "docs" / "choose.md", "recipes") == "\n".join(lines)
+
+
+def test_the_comparison_on_mnist_is_that_of_the_result_files():
+    folder = ROOT / "results" / "recipes" / "mnist"
+    lines = ["| method | validation error | input loss | accuracy under PGD, radius 0.08 |", "| --- " * 4 + "|"]
+    for variant in json.loads((folder / "compare.json").read_text())["variants"]:
+        runs = sorted((folder / variant["folder"]).glob("seed-*"))
+        last = [json.loads((run / "result.json").read_text())["last"] for run in runs]
+        attacked = [json.loads((run / "robustness.json").read_text())["pgd"] for run in runs]
+        error, input_loss = mean(m["val_error"] for m in last), mean(m["val_input_loss"] for m in last)
+        under = mean(r["accuracy"][r["at"].index(0.08)] for r in attacked)
+        lines.append(f"| {variant['name']} | {100 * error:.2f} % | {input_loss:.4f} | {100 * under:.1f} % |")
+    assert table_of(ROOT / "README.md", "results/recipes/mnist") == "\n".join(lines)
+
+
+def test_accuracies_of_plain20_are_those_of_the_result_file():
+    runs = json.loads((ROOT / "results" / "paper" / "table2.json").read_text())["runs"].values()
+    best = {
+        run["cell"]["method"]: run["best"]["val"]
+        for run in runs
+        if (run["cell"]["net"], run["cell"]["data"], run["seed"]) == ("plain20", "cifar10", 0)
+    }
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{best['kaiming']:.1f} % by two passes and {best['alpha 0.1']:.1f} % by three" in text

@@ -38,7 +38,7 @@ RECIPES: dict[tuple[str, str], Recipe] = {
     ),
     ("mlp", "mnist"): Recipe(
         {"epochs": 5, "batch_size": 128, "lr": 0.1, "schedule": "cosine"},
-        {"strength": 1.0, "mode": "paper"},
+        {"strength": 3.0, "mode": "paper"},
         {"strengths": (0.3, 1.0, 3.0)},
         "results/recipes/mnist",
     ),
