@@ -15,6 +15,7 @@ from .errors import (
     UnsupportedError,
 )
 from .init import init_
+from .inspect.advise import Advice, advise
 from .inspect.alignment import Alignment, alignment
 from .inspect.coverage import Coverage, coverage
 from .inspect.variances import variances
@@ -22,6 +23,7 @@ from .rules import Linearization, rule
 from .step import ThreePass, loss
 
 __all__ = [
+    "Advice",
     "Alignment",
     "CaptureError",
     "Coverage",
@@ -33,6 +35,7 @@ __all__ = [
     "ThreePass",
     "UncompiledWarning",
     "UnsupportedError",
+    "advise",
     "alignment",
     "coverage",
     "fit",
