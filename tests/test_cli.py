@@ -111,7 +111,7 @@ def test_regression_on_the_command_line(own_folder, capsys):
 
 
 def test_train_writes_a_run_and_resumes_it(own_folder, capsys):
-    assert main(["train", *FAST, "--alpha", "0.8", "--name", "one"]) == 0
+    assert main(["train", *FAST, "--alpha", "0.8", "--schedule", "constant", "--name", "one"]) == 0
     assert "validation error" in capsys.readouterr().out
     run = json.loads((own_folder / "runs" / "one" / "run.json").read_text())
     assert run["config"]["alpha"] == 0.8

@@ -15,7 +15,7 @@ from ..core.options import Options, check_model, check_x
 from ..core.warn import curved_norms
 from ..tape.operation import Operation
 from ..tape.record import Record
-from ..tape.state import trainable_surroundings, unchanged_on_error
+from ..tape.state import autograd_enabled, unchanged_on_error
 from .alignment import Alignment, alignment
 
 START = 0.1  # the strength to begin with, where the gradients' norms give no reason for another
@@ -129,9 +129,9 @@ def _curved(model, loss_fn, x, y, input_at: str | None) -> tuple[tuple[str, ...]
         of_model.extend(tape.operations)
         return loss_fn(output, y)
 
-    with trainable_surroundings(), unchanged_on_error(model, always=True):
-        tape = Record(next(model.parameters()).device.type)
-        forward(model, loss, x, y, options, tape, paths=True)
+    with autograd_enabled(), unchanged_on_error(model, always=True):
+        tape = Record(next(model.parameters()).device.type, module_paths=True)
+        forward(model, loss, x, y, tape, input_at)
     names = {op.name.removesuffix("_") for op in of_model}
     return tuple(curved_norms(of_model)), tuple(sorted(names & {*SMOOTH}))
 
@@ -181,7 +181,7 @@ def _step_seconds(model, loss_fn, x, y, input_at: str | None) -> dict[str, float
         return _now(device) - began
 
     steps = {"plain": plain, "paper": three("paper"), "exact": three("exact")}
-    with trainable_surroundings(), unchanged_on_error(model, always=True):
+    with autograd_enabled(), unchanged_on_error(model, always=True):
         for step in steps.values():
             step()
         rounds: list[list[float]] = []
