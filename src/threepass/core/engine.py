@@ -222,7 +222,7 @@ def backward(tape: Record, plan: Plan, loss: Tensor) -> tuple[list[Tensor], dict
     if plan.frees_activations:
         for op in tape.operations:
             op.free_activation()
-    ops = [op for op in tape.operations if op.weights or (plan.exact and op.needs_error)]
+    ops = [op for op in reversed(tape.operations) if op.weights or (plan.exact and op.needs_error)]
     leaves = [leaf for _, leaf, _ in tape.inputs]
     wanted: list[Any] = [*leaves, *(z for op in ops for z in (*op.error_edges, *(leaf for _, leaf in op.leaves)))]
     with tape.recomputing():

@@ -113,7 +113,7 @@ class Record(ActivityTracker):
         """Whether pass 3 can carry the mix alone: the net is piecewise linear from its inputs to its last weight."""
         if self._aliased or self.problems:
             return False
-        return all(op.carries_mix for op in self.operations)
+        return all(op.carries_mix for op in reversed(self.operations))  # the last are the smallest in most nets
 
     def has_cheap_products(self) -> bool:
         """Whether all weights but those of the last layer have cheap products."""
