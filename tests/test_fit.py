@@ -182,6 +182,10 @@ def test_a_loss_of_ones_own_with_its_metric():
     plain = fit(simple(), data(), epochs=2, batch_size=10, alpha=0.5, loss_fn=hinge).history[-1]
     assert last["val_accuracy"] == pytest.approx(1 - plain["val_error"])
     assert last["train_accuracy"] == pytest.approx(1 - plain["train_error"])
+    with pytest.raises(ValueError, match="metric 'metric' must return one number"):
+        fit(simple(), data(), metric=lambda output, y: output.argmax(1) == y)
+    with pytest.raises(ValueError, match="loss_fn must return a scalar"):
+        fit(simple(), data(), loss_fn=nn.CrossEntropyLoss(reduction="none"))
     unnamed = fit(simple(), data(), epochs=1, batch_size=10, metric=lambda output, y: 0.25).history[-1]
     assert unnamed["val_metric"] == unnamed["train_metric"] == 0.25
 

@@ -195,11 +195,11 @@ def train(
         trainer.begin(folder)
         run.write(folder.path)
         try:
-            result = trainer.run(keep_going=keep_going)
+            history = trainer.run(keep_going=keep_going)
         except (KeyboardInterrupt, SystemExit):
             print(f"threepass: to go on: threepass train --resume {folder.path}", file=sys.stderr)
             raise
-    last = result.history[-1]
+    last = history[-1]
     print(f"{folder.path}: epoch {last['epoch']}, loss {last['train_loss']:.4f}, {in_words(last)}")
 
 
