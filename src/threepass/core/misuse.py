@@ -52,7 +52,8 @@ def warn_of_sum(
     model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], x: Any, y: Any, output: Any, loss: Tensor
 ) -> None:
     """Warns if the loss is a sum over the batch: it then doubles when every sample comes twice, and a mean does not."""
-    samples = next(len(z) for z in tree_leaves(x) if isinstance(z, Tensor))
+    leaves = tree_leaves(dict(x) if isinstance(x, Mapping) else x)
+    samples = next(len(z) for z in leaves if isinstance(z, Tensor))
 
     def twice(z: Any) -> Any:
         return torch.cat([z, z]) if isinstance(z, Tensor) and z.dim() and len(z) == samples else z
