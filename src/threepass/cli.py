@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
+from cyclopts import App, ArgumentCollection, CycloptsError, Parameter, Token, UnusedCliTokensError
 
 from .errors import CaptureError, DivergedError, UnsupportedError
+from .train import recipes
 from .train.config import Config
 
 if TYPE_CHECKING:
@@ -169,6 +170,10 @@ def train(
 ) -> None:
     """Train a model on a data set; metrics and checkpoints go to runs/NAME.
 
+    Which number to turn: start with --strength 0.1 and change it by factors of 3; threepass.advise(model, loss_fn, x,
+    y) says which mode. Settings that you leave out come from the recipe of the model and data set, if there is one
+    (mlp on digits or mnist, plain20 on cifar10 or cifar100); run.json has all of them.
+
     Args:
         name: of the run; default: MODEL-DATA. An existing run is never overwritten.
         resume: go on with the run in this folder, by its own settings; --epochs with a larger number extends it.
@@ -210,6 +215,8 @@ def compare(
     config: Annotated[Config, Settings] = CONFIG,
 ) -> None:
     """Train by two passes and by three, on the same data order and initialisation, and write a report to runs/NAME.
+
+    Settings, alphas and strengths that you leave out come from the recipe of the model and data set, as in train.
 
     Args:
         demo: a small net on digits, with settings of its own: what `make demo` runs, in about two minutes.
@@ -398,6 +405,19 @@ def _options(text: str) -> dict[str, Any]:
     return options
 
 
+def _fill_from_recipe(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Gives flags that the user left out the values of the recipe for their model and data."""
+    defaults = {"train": recipes.train_defaults, "compare": recipes.compare_defaults}.get("".join(commands))
+    given = {a.field_info.name: a.tokens[-1].value for a in arguments if a.tokens}
+    if defaults is None or {"resume", "demo"} & {*given}:
+        return
+    found = defaults(given.get("model", TASK.model), given.get("data", TASK.data), given)
+    for argument in arguments:
+        if argument.field_info.name in found:
+            value = found[argument.field_info.name]
+            argument.append(Token(keyword=argument.name, implicit_value=value, source="recipe"))
+
+
 def _words(given: tuple[str, ...]) -> tuple[str, ...]:
     """Words apart by spaces, commas or both."""
     return tuple(part for word in given for part in word.split(","))
@@ -409,6 +429,7 @@ app = App(
     help="Three-pass learning: train on the loss and on its gradient at the input.",
     help_epilogue="--debug with any command shows tracebacks, and warnings with their source lines.",
     help_format="plaintext",
+    config=_fill_from_recipe,
     default_parameter=Parameter(consume_multiple=True, negative_iterable=(), negative_none=()),
 )
 for number, command in enumerate(COMMANDS):

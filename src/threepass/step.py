@@ -12,11 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ._torch_compat import is_wrapped_by_compile
 from .compile.programs import check_compile
 from .compile.step import CompiledSteps
+from .core.carried import Carried
 from .core.engine import Result, run
 from .core.misuse import AccumulationWatch, warn_of_masks, warn_of_sum
-from .core.options import Options
-from .core.ranks import add_through, count_ranks
-from .core.scaler import scaled
+from .core.options import Options, check_x, own_loss
+from .core.ranks import count_ranks, loss_through
+from .core.scaler import scaled, times
 from .errors import UncompiledWarning, warn_caller
 from .numerics.rounding import round_stochastically, seed_of
 
@@ -43,6 +44,8 @@ class ThreePass:
             `scaler.scale(loss).backward()`; `scaler.unscale_`, `scaler.step` and `scaler.update` follow as usual.
         process_group: without `DistributedDataParallel`, the ranks that share the batch; default: all ranks.
 
+    Loops that call `backward()` themselves use `step.loss(x, y)`, which returns a loss.
+
     Several ranks: the batch is that of all ranks, and the gradients are expected to be averaged over them.
     `DistributedDataParallel` does it; without it, averaging `p.grad` is up to you. r.loss, r.input_loss and r.output
     belong to this rank's samples; r.input_grad is dl/dx of the loss of the whole batch; the mean of r.grads over the
@@ -57,7 +60,7 @@ class ThreePass:
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: Callable[[Any, Any], Tensor],
+        loss_fn: Callable[[Any, Any], Tensor] | None,
         alpha: float | Callable[[int], float] = 0.1,
         reduction: str = "batch",
         mode: str = "paper",
@@ -74,7 +77,7 @@ class ThreePass:
             raise ValueError(f"every must be a positive whole number, got {every!r}")
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
-        self.model, self.loss_fn, self.every = model, loss_fn, every
+        self.model, self.loss_fn, self.every = model, loss_fn or own_loss, every
         self.scaler, self.process_group = scaler, process_group
         self.alpha = alpha if callable(alpha) else lambda calls: alpha
         self.options: dict[str, Any] = {
@@ -82,9 +85,10 @@ class ThreePass:
             "input_at": input_at, "batch_size": batch_size, "separate": separate,
         }  # fmt: skip
         self.calls = 0
+        self.result: Result | None = None
         Options(self.alpha(0), **self.options)
         check_compile(compile)
-        self.compiled = CompiledSteps(model, loss_fn, required=compile == "require") if compile else None
+        self.compiled = CompiledSteps(model, self.loss_fn, required=compile == "require") if compile else None
         self._watch, self._is_first = AccumulationWatch(), True
         if is_wrapped_by_compile(model) and not compile:
             warn_caller(
@@ -93,17 +97,17 @@ class ThreePass:
                 UncompiledWarning,
             )
 
-    def __call__(self, x: Any, y: Any) -> Result:
+    def __call__(self, x: Any, y: Any = None) -> Result:
         """Runs one step on a batch and adds its gradients to `p.grad`."""
-        ranks = count_ranks(self.model, self.process_group)
-        options = Options(self.alpha(self.calls), ranks=ranks, **self.options)
-        third = self.calls % self.every == 0
+        options, third = self._options()
         if options.batch_size is None:
             self._watch.before_call(self.model.parameters())
 
         def eager() -> Result:
             if isinstance(self.model, DistributedDataParallel):
-                return self._through_ddp(self.model, x, y, options, third)
+                loss, r = self._through_ddp(self.model, x, y, options, third)
+                loss.backward()
+                return r
             r = run(self.model, self.loss_fn, x, y, options, third=third)
             add_to_grad(self.model, r, self.scaler, self.calls)
             return r
@@ -119,6 +123,40 @@ class ThreePass:
                 warn_of_masks(self.model, x)
         return r
 
+    def loss(self, x: Any, y: Any = None) -> Tensor:
+        """Runs one step on a batch; returns the loss, whose `backward()` adds the step's gradients.
+
+        For loops that call `backward()` themselves. The gradients are multiplied by whatever the loss is multiplied
+        with, and go through autograd's own accumulation: loss scaling, division by the number of micro-batches,
+        `no_sync` and hooks work as for any loss. `step.result` is the `Result` of the call.
+
+        With batch_size=B, backward gives B / n times what the call itself adds, n being the samples of x and of all
+        ranks: the gradient of a mean over x, so that a loop which divides the losses of its k micro-batches by k, as
+        usual, arrives at the gradient of the whole batch.
+        """
+        if self.scaler is not None:
+            raise ValueError("pass the loss to scaler.scale(), and no scaler= to ThreePass")
+        options, third = self._options()
+        mean = 1.0 if options.batch_size is None else options.part(0) / check_x(x, options)
+        if isinstance(self.model, DistributedDataParallel):
+            loss, self.result = self._through_ddp(self.model, x, y, options, third, mean)
+        else:
+
+            def eager() -> Result:
+                return run(self.model, self.loss_fn, x, y, options, third=third)
+
+            steps = self.compiled
+            self.result = eager() if steps is None else steps(x, y, options, third, eager, self.calls, add=False)
+            with torch.inference_mode(False), torch.enable_grad():
+                loss = self._carried(self.model, self.result, mean).loss()
+        self.calls += 1
+        return loss
+
+    def _options(self) -> tuple[Options, bool]:
+        """The options of the next call, and whether it runs the third pass."""
+        ranks = count_ranks(self.model, self.process_group)
+        return Options(self.alpha(self.calls), ranks=ranks, **self.options), self.calls % self.every == 0
+
     def state_dict(self) -> dict[str, int]:
         """The number of calls, on which alpha's schedule and `every` depend."""
         return {"calls": self.calls}
@@ -133,25 +171,58 @@ class ThreePass:
             raise ValueError(f"calls must be a whole number >= 0, got {calls!r}")
         self.calls = calls
 
-    def _through_ddp(self, ddp: DistributedDataParallel, x: Any, y: Any, options: Options, third: bool) -> Result:
-        """A step of the wrapped module; names are those of the wrapper's parameters."""
+    def _through_ddp(
+        self, ddp: DistributedDataParallel, x: Any, y: Any, options: Options, third: bool, mean: float = 1.0
+    ) -> tuple[Tensor, Result]:
+        """The loss of a step of the wrapped module, and its result under the names of the wrapper's parameters."""
         if options.input_at is not None:
             options = replace(options, input_at=options.input_at.removeprefix("module."))
         results: list[Result] = []
 
-        def passes(module: nn.Module, x: Any) -> tuple[list[nn.Parameter], list[Tensor]]:
-            r = run(module, self.loss_fn, x, y, options, third=third)
-            results.append(r)
-            return _to_add(module, r, self.scaler, self.calls)
+        def passes(module: nn.Module, x: Any) -> Carried:
+            results.append(run(module, self.loss_fn, x, y, options, third=third))
+            return self._carried(module, results[0], mean)
 
-        add_through(ddp, x, passes)
+        loss = loss_through(ddp, x, passes)
         (r,) = results
-        return replace(
+        return loss, replace(
             r,
             grads=_prefixed(r.grads),
             backprop_grads=r.backprop_grads and _prefixed(r.backprop_grads),
             third_grads=r.third_grads and _prefixed(r.third_grads),
         )
+
+    def _carried(self, model: nn.Module, r: Result, mean: float) -> Carried:
+        """mean: what the gradients are multiplied by, to be those of a mean over the samples."""
+        named = dict(model.named_parameters())
+        grads = scaled(list(r.grads.values()), self.scaler)
+        if mean != 1:
+            grads = times(grads, grads[0].new_full((), mean))
+        elif self.compiled is not None:  # the next call overwrites them
+            grads = [g.clone() for g in grads]
+        return Carried(r.loss, [named[name] for name in r.grads], grads, self.calls)
+
+
+def loss(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+    x: Any,
+    y: Any = None,
+    alpha: float = 0.1,
+    reduction: str = "batch",
+    mode: str = "paper",
+    strength: float | None = None,
+    input_at: str | None = None,
+    batch_size: int | None = None,
+) -> Tensor:
+    """`ThreePass(model, loss_fn, ...).loss(x, y)`: the loss of a batch, whose `backward()` adds three-pass gradients.
+
+        loss = threepass.loss(model, loss_fn, x, y, strength=0.1)   # in place of loss = loss_fn(model(x), y)
+        loss.backward()                                             # or accelerator.backward(loss), scaler.scale(loss)
+
+    For compiled steps, `every`, and alpha as a schedule, make a `ThreePass` and call its `loss`.
+    """
+    return ThreePass(model, loss_fn, alpha, reduction, mode, strength, input_at, batch_size).loss(x, y)
 
 
 def add_to_grad(model: nn.Module, r: Result, scaler: GradScaler | None = None, calls: int = 0) -> None:

@@ -55,15 +55,16 @@ class Step:
         return self.captured.graph_bytes
 
     def __call__(
-        self, weights: Tensor, seed: Tensor, tensors: list[Tensor], scaler: GradScaler | None = None
+        self, weights: Tensor, seed: Tensor, tensors: list[Tensor], scaler: GradScaler | None = None, add: bool = True
     ) -> Result:
-        """Runs the step; adds to `p.grad`, times the scale of a scaler."""
+        """Runs the step; adds to `p.grad`, times the scale of a scaler, unless add=False."""
         static = self.captured.graph is not None
         if static:
             self._keep_sums()
         outputs = self.captured(weights, seed, *tensors)
         count = len(self.parameters)
-        self._add(scaled(outputs[:count], scaler))
+        if add:
+            self._add(scaled(outputs[:count], scaler))
         starts = range(count, (self.dicts + 1) * count, count)
         named = [dict(zip(self.names, outputs[i : i + count], strict=True)) for i in starts]
         rest = outputs[(self.dicts + 1) * count :]
@@ -181,8 +182,9 @@ class CompiledSteps:
         eager: Callable[[], Result],
         calls: int,
         scaler: GradScaler | None = None,
+        add: bool = True,
     ) -> Result:
-        """A step, the one after so many calls, added to `p.grad`; `eager` runs it where there is no program."""
+        """The step after so many calls, added to `p.grad` if `add`; `eager` runs it where there is no program."""
         step = None
         try:
             flat, spec = flattened(x, y)
@@ -204,7 +206,7 @@ class CompiledSteps:
             return self.programs.eagerly(eager, next(self.model.parameters()).device)
         with torch.inference_mode(False):
             tensors = [z for z in flat if isinstance(z, Tensor)]
-            return step(self._weights_of(options), self._seed_for(step.captured.program, calls), tensors, scaler)
+            return step(self._weights_of(options), self._seed_for(step.captured.program, calls), tensors, scaler, add)
 
     def _weights_of(self, options: Options) -> Tensor:
         """(back, third) on the model's device; each pair is sent there once."""

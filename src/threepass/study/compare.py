@@ -46,6 +46,7 @@ from .gather import read
 from .report import report
 
 FORMAT = 1
+EXAMPLES = 8  # images that are shown
 LossFn = Callable[[Any, Any], Tensor]
 
 
@@ -315,8 +316,7 @@ def _variances(model: nn.Module, data: DataSet, config: Config, loss_fn: LossFn 
 def _keep_examples(data: DataSet, make_model: Callable[[], nn.Module], variants: Sequence[Variant], out: Path) -> None:
     """Validation images with dl/dp under every variant of seed 0, and |dl/dp| of all examples.
 
-    Six images have the largest geometric mean of |dl/dp| over the variants, a choice that favours none of them; then
-    come the first two of different classes, whatever the results.
+    The images are those with the largest geometric mean of |dl/dp| over the variants, a choice that favours none.
     """
     p = robust.pixels(data)
     gradients, kept = {}, {}
@@ -331,8 +331,8 @@ def _keep_examples(data: DataSet, make_model: Callable[[], nn.Module], variants:
             kept[f"said/{v.name}"] = model(p.normalised(p.x)).argmax(1)
     if not gradients:
         return
-    hard = torch.stack([kept[f"norm/{name}"] for name in gradients]).log().mean(0).argsort(descending=True)[:6].tolist()
-    shown = hard + [i for i, y in enumerate(p.y.tolist()) if y not in p.y[:i].tolist()][:2]
+    lengths = torch.stack([kept[f"norm/{name}"] for name in gradients])
+    shown = lengths.log().mean(0).argsort(descending=True)[:EXAMPLES].tolist()
     kept |= {"pixels": p.x[shown].float(), "label": p.y[shown]}
     for name, gradient in gradients.items():
         kept |= {f"gradient/{name}": gradient[shown].float(), f"said/{name}": kept[f"said/{name}"][shown]}

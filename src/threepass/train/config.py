@@ -35,8 +35,8 @@ class Config:
         alpha: the weight of backpropagation; 1 is plain training
         alpha_end: alpha at the end of the run, if it changes
         reduction: of the input loss: batch, sample
-        mode: of the third pass: paper, exact
-        strength: of the penalty, instead of alpha and reduction
+        mode: of the third pass: paper, exact; threepass.advise says which
+        strength: of the penalty, instead of alpha and reduction; start with 0.1, then by factors of 3
         sam: radius of sharpness-aware minimisation, with alpha 1; 0: none
         every: run the third pass in every k-th step only
         input_at: the module whose output counts as the input
