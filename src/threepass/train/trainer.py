@@ -287,6 +287,7 @@ class Trainer:
         if "epochs" in changed and (stretched := saved.depends_on_epochs):
             warn_caller(
                 f"the run goes on with {self.config.epochs} epochs in place of {saved.epochs}: {', '.join(stretched)} "
-                f"now depends on the new length, from epoch {self.epoch + 1} on, so the learning rate or alpha jumps there",
+                f"now depends on the new length, from epoch {self.epoch + 1} on, so that the learning rate or alpha "
+                "jumps there",
                 UserWarning,
             )
