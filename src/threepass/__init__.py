@@ -4,18 +4,21 @@ from typing import Any
 
 from . import models, reference
 from .core.engine import Result, three_pass
+from .core.gradient_loss import GradientResult, gradient_step
 from .errors import CaptureError, LeftOutWarning, NormalizationWarning, UncompiledWarning, UnsupportedError
 from .init import init_
 from .inspect.alignment import Alignment, alignment
 from .inspect.coverage import Coverage, coverage
 from .inspect.variances import variances
 from .rules import Map, rule
-from .step import ThreePass
+from .step import GradientStep, ThreePass
 
 __all__ = [
     "Alignment",
     "CaptureError",
     "Coverage",
+    "GradientResult",
+    "GradientStep",
     "LeftOutWarning",
     "Map",
     "NormalizationWarning",
@@ -26,6 +29,7 @@ __all__ = [
     "alignment",
     "coverage",
     "fit",
+    "gradient_step",
     "init_",
     "models",
     "reference",

@@ -10,13 +10,14 @@ and at every weight, as soon as its t is there, one product serves passes 2 and 
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from .._torch_compat import tree_leaves, tree_map
-from ..errors import LeftOutWarning, UnsupportedError
+from ..errors import UnsupportedError
 from ..numerics.precision import accumulate_dtype, error_gain, seed_op, start
 from ..tape.inputs import inputs_inside, paths_kept
 from ..tape.intercept import functions_seen
@@ -26,8 +27,10 @@ from ..tape.state import trainable_surroundings, unchanged_on_error
 from . import exact as exact_mode
 from .gradients import Gradients
 from .options import Options, check_loss, check_model, check_x
+from .penalty import Penalty, evaluate
 from .visit import Visit
-from .warn import warn_of_norms, warn_once
+from .warn import warn_left_out, warn_of_norms
+from .wrt import Wrt, is_float, like_inputs, map_inputs
 
 Errors = dict[Operation, list[Tensor | None]]
 
@@ -39,12 +42,15 @@ class Result:
     Attributes:
         output: what the model returned, detached.
         loss: the loss, detached.
-        input_loss: the mean over the samples of 1/2 |dl_i/dx_i|^2, whatever the reduction.
-        input_grad: dl/dx of the batch's loss, structured like x, with None for everything but floating-point tensors.
+        input_loss: the mean over the samples of the penalty, 1/2 |dl_i/dx_i|^2 by default, whatever the reduction.
+        input_grad: dl/dx of the batch's loss, structured like x, with None for everything but floating-point tensors;
+            with `wrt` a tensor, or a dict where it names several entries.
         grads: a gradient for every parameter that the loss depends on, by name.
         backprop_grads: with separate=True, the gradients of backpropagation alone, unweighted; else None.
         third_grads: with separate=True, the gradients of the third pass alone, unweighted; else None.
     """
+
+    GRADIENTS: ClassVar = ("grads", "backprop_grads", "third_grads")
 
     output: Any
     loss: Tensor
@@ -67,6 +73,8 @@ def three_pass(
     input_at: str | None = None,
     batch_size: int | None = None,
     separate: bool = False,
+    penalty: Penalty = "l2",
+    wrt: Wrt = None,
 ) -> Result:
     """One step of three-pass learning: alpha * backpropagation + (1 - alpha) * third pass, for every parameter.
 
@@ -87,8 +95,13 @@ def three_pass(
         batch_size: the effective batch, where x is only a part of it: the parts' gradients then add up to the whole's.
             Samples of other ranks do not count by themselves; in `ThreePass` they do.
         separate: also give both terms, unweighted, as `backprop_grads` and `third_grads`.
+        penalty: the input loss of a sample, a function of its gradient g_i = dl_i/dx_i: "l2", 1/2 |g_i|^2; "l1",
+            sum |g_i|; "norm", |g_i|; or a callable that takes the g_i of all samples, structured like r.input_grad,
+            and returns one number a sample. With reduction="batch" its mean over the samples is divided by B.
+        wrt: the entry of a dict x (its name), or of a tuple x (its index), that counts as the input, or several of
+            them in a tuple; default: all floating-point tensors of x. Gradients are then a tensor, or a dict.
     """
-    options = Options(alpha, reduction, mode, strength, input_at, batch_size, separate)
+    options = Options(alpha, reduction, mode, strength, input_at, batch_size, separate, penalty, wrt)
     return run(model, loss_fn, x, y, options)
 
 
@@ -161,7 +174,13 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, wei
         if third and warn and not options.exact:
             warn_of_norms(model, [op for op, _, _ in program])
         scale = options.scale(batch) * weight_of_third if joined else options.scale(batch)
-        t_0, unscale = start(dx, scale, gain, tape.half)
+        if options.penalty == "l2":
+            t_0, unscale = start(dx, scale, gain, tape.half)
+        else:
+            g = [z.to(accumulate_dtype(z.dtype)) * (batch / gain) for z in dx]
+            input_loss, slopes = evaluate(options.penalty, g, samples, partial(like_x, x, options, tape))
+            t_0, unscale = start(slopes, scale * gain / batch, gain, tape.half)
+            t_0 = [t.to(z.dtype) for t, z in zip(t_0, dx, strict=True)]
         gradients = Gradients(
             back,
             1.0 if joined else weight_of_third,
@@ -175,41 +194,47 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, wei
         with torch.no_grad():
             visits = forward_again(tape, program, dx, t_0 if third else None, d, gradients, options.exact, mixed)
             if options.exact and third:
-                begin = (end, torch.ones_like(loss) * (share * back)) if joined else None
-                exact_mode.pull(tape, visits, gradients, begin)
+                starts = [(end, torch.ones_like(loss) * (share * back))] if joined else []
+                exact_mode.pull(tape, visits, gradients, starts)
         if tape.problems:
             raise UnsupportedError(tape.problems)
         if warn and (count := gradients.left_out(model)):
-            warn_once(
-                model,
-                f"{count} tensor(s) that need gradients take part and are no parameters of the model (of the loss, "
-                "say): three passes give them none. Put them into the model, or set requires_grad_(False)",
-                LeftOutWarning,
-            )
+            warn_left_out(model, count)
         grads, *terms = gradients.finish(model)
         backprop_grads, third_grads = terms if options.separate else (None, None)
 
     whole = gain if options.ranks == 1 else gain * options.ranks  # dx of all ranks' loss, not of this rank's
-    squares = torch.stack([g.to(accumulate_dtype(g.dtype)).div(gain).square().sum() for g in dx]).sum()
+    if options.penalty == "l2":
+        squares = torch.stack([g.to(accumulate_dtype(g.dtype)).div(gain).square().sum() for g in dx]).sum()
+        input_loss = 0.5 * squares * (batch**2 / samples)
     return Result(
         output=tree_map(lambda z: z.detach() if isinstance(z, Tensor) else z, output),
         loss=loss.detach(),
-        input_loss=0.5 * squares * (batch**2 / samples),
-        input_grad=_like_x(x, [g if whole is unit and unit == 1 else g / whole for g in dx], tape.inside),
+        input_loss=input_loss,
+        input_grad=like_x(x, options, tape, [g if whole is unit and unit == 1 else g / whole for g in dx]),
         grads=grads,
         backprop_grads=backprop_grads,
         third_grads=third_grads,
     )
 
 
-def forward(model, loss_fn, x, y, options: Options, tape: Record, paths: bool) -> tuple[Any, Tensor]:
+def forward(
+    model,
+    loss_fn,
+    x,
+    y,
+    options: Any,
+    tape: Record,
+    paths: bool,
+    check: Callable[[Any], None] = check_loss,
+) -> tuple[Any, Tensor]:
     """Pass 1: the model and the loss, once, as the user wrote them."""
     x, y = tree_map(_usable, (x, y))
     with contextlib.ExitStack() as stack:
         if paths:
             stack.enter_context(paths_kept(model, tape))
-        if options.input_at is None and any(map(_is_float, tree_leaves(x))):
-            x = tree_map(lambda z: tape.add_input(z) if _is_float(z) else z, x)
+        if options.input_at is None and any(map(is_float, tree_leaves(x))):
+            x = map_inputs(x, options.wrt, tape.add_input)
         else:
             tape.inside = True
             stack.enter_context(inputs_inside(model, tape, options.input_at))
@@ -220,7 +245,7 @@ def forward(model, loss_fn, x, y, options: Options, tape: Record, paths: bool) -
     if not tape.inputs:
         where = "no embedding" if options.input_at is None else f"input_at={options.input_at!r}: that module did not"
         raise ValueError(f"{where} run, so there is no input to go back to")
-    check_loss(loss)
+    check(loss)
     if tape.is_active(loss):
         tape.check_known("loss_fn", loss)
     if tape.problems and (not tape.is_active(loss) or not tape.operations):
@@ -308,13 +333,8 @@ def _usable(z: Any) -> Any:
     return z.clone() if isinstance(z, Tensor) and z.is_inference() else z
 
 
-def _like_x(x: Any, dx: list[Tensor], inside: bool) -> Any:
-    """dl/dx in the shape of x, None for what is no floating-point tensor; of an input inside the model, as it comes."""
-    if inside:
+def like_x(x: Any, options: Any, tape: Record, dx: list[Tensor]) -> Any:
+    """Gradients in the structure of x (`wrt.py`); of an input inside the model, as it comes."""
+    if tape.inside:
         return dx[0] if len(dx) == 1 else tuple(dx)
-    rest = iter(dx)
-    return tree_map(lambda z: next(rest) if _is_float(z) else None, x)
-
-
-def _is_float(z: Any) -> bool:
-    return isinstance(z, Tensor) and z.is_floating_point()
+    return like_inputs(x, options.wrt, dx)

@@ -16,6 +16,8 @@ formats would round R{d} away beside d, and take the terms one by one.
 A convolution takes six units: forward, error, tangent, R{d}, and two products for its weight.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ..tape.record import Record
@@ -24,14 +26,14 @@ from .gradients import Gradients
 from .visit import Visit
 
 
-def pull(tape: Record, visits: list[Visit], gradients: Gradients, start: tuple[Spot, Tensor] | None = None) -> None:
+def pull(tape: Record, visits: list[Visit], gradients: Gradients, starts: Sequence[tuple[Spot, Tensor]] = ()) -> None:
     """Runs R{d} back through pass 3's visits, and collects what it adds to the gradients; uses the visits up.
 
-    start: the loss, and what R{d} is there, if not zero.
+    starts: where R{d} is not zero to begin with, and what it is there.
     """
     signals = tape.signals()
-    if start is not None:
-        signals.put(*start)
+    for z, e in starts:
+        signals.add(z, e)
     while visits:
         visit = visits.pop()
         with tape.explaining(visit.op):

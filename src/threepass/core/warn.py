@@ -4,7 +4,7 @@ import weakref
 
 from torch import nn
 
-from ..errors import NormalizationWarning, warn_caller
+from ..errors import LeftOutWarning, NormalizationWarning, warn_caller
 from ..tape.operation import Operation
 
 _NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm")
@@ -23,6 +23,15 @@ def warn_of_norms(model: nn.Module, operations: list[Operation]) -> None:
             "threepass.alignment(model, loss_fn, x, y) measures how far the two agree",
             NormalizationWarning,
         )
+
+
+def warn_left_out(model: nn.Module, count: int) -> None:
+    warn_once(
+        model,
+        f"{count} tensor(s) that need gradients take part and are no parameters of the model (of the loss, "
+        "say): three passes give them none. Put them into the model, or set requires_grad_(False)",
+        LeftOutWarning,
+    )
 
 
 def warn_once(model: nn.Module, text: str, category: type[Warning]) -> None:

@@ -26,7 +26,7 @@ from .intervals import Difference
 CURVES = {
     "loss": ("Loss", "Cross-entropy, or the loss that was given."),
     "error": ("Error, %", "Examples classified wrongly; zero lies on the lower edge."),
-    "input_loss": ("Input loss, ½ |dl/dx|²", "Mean over examples, in the units that the net sees."),
+    "input_loss": ("Input loss", "Mean over examples of the penalty, ½ |dl/dx|² by default, in the units of the net."),
 }
 ATTACKS = {"noise": "Gaussian noise", "fgsm": "FGSM", "pgd": "PGD"}
 VARIANCES = {"pass2": "Variance of the error, pass 2", "pass3": "Variance of the tangent, pass 3"}

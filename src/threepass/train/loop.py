@@ -14,6 +14,7 @@ data order, augmentation. So a run that stops after any step goes on from its ch
 """
 
 import contextlib
+import dataclasses
 import json
 import signal
 import threading
@@ -30,6 +31,7 @@ from torch.nn import functional as F
 
 from ..core.engine import run as three_passes
 from ..core.options import Options
+from ..core.penalty import Penalty
 from ..inspect.alignment import alignment
 from ..tape.state import unchanged_on_error
 from . import checkpoint
@@ -63,6 +65,7 @@ def fit(
     folder: Path | str | None = None,
     resume: bool = False,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    penalty: Penalty | None = None,
     after_step: Callable[[int, int], None] | None = None,
     **settings: Any,
 ) -> Fit:
@@ -75,10 +78,13 @@ def fit(
         folder: where metrics (JSON lines, TensorBoard) and checkpoints go; none: nothing is written.
         resume: go on from the folder's checkpoint.
         loss_fn: `loss_fn(output, y)`, a mean over the batch; default: cross-entropy with the config's label smoothing.
+        penalty: as for `three_pass`, a name or a function; default: the config's.
         after_step: called with the epoch and the number of batches done.
     """
     config = Config.from_dict(settings) if config is None else config
-    trainer = Trainer(model, data, config, None if folder is None else Path(folder), loss_fn)
+    if isinstance(penalty, str):
+        config, penalty = dataclasses.replace(config, penalty=penalty), None
+    trainer = Trainer(model, data, config, None if folder is None else Path(folder), loss_fn, penalty)
     if resume:
         trainer.resume()
     return trainer.run(after_step)
@@ -87,7 +93,9 @@ def fit(
 class Trainer:
     """One run: its model, optimizer, data, position and sums. `fit` is the way in."""
 
-    def __init__(self, model: nn.Module, data: DataSet, config: Config, folder: Path | None, loss_fn=None):
+    def __init__(
+        self, model: nn.Module, data: DataSet, config: Config, folder: Path | None, loss_fn=None, penalty=None
+    ):
         self.model, self.data, self.config, self.folder = model, data, config, folder
         if config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -102,9 +110,11 @@ class Trainer:
         val_batches = Batches(data.val, size, shuffle=False, **common)
         required = config.compile == "require"
         self.recorder = Recorder(self.device, model, self.loss_fn, required) if config.compile else None
-        parts = (model, self.loss_fn, self.batches, self.optimizer, config)
+        parts = (model, self.loss_fn, self.batches, self.optimizer, config, penalty)
         self.steps = Steps(*parts) if self.recorder is None else CapturedSteps(*parts, recorder=self.recorder)
-        self.evaluate = Validation(model, self.loss_fn, val_batches, config, self.recorder)
+        if self.recorder is not None:
+            self.recorder.programs.signature.watch("penalty", self.steps.schedule.penalty)
+        self.evaluate = Validation(model, self.loss_fn, val_batches, self.steps.schedule, self.recorder)
         self.epoch, self.done = 0, 0  # the position: epochs finished, batches of the next one done
         self.seconds = 0.0  # of the epoch so far
         self._interrupted = threading.Event()
@@ -215,7 +225,8 @@ class Trainer:
         """The gradients' norms and the cosine between passes 2 and 3, on the first batch of the set."""
         x, y = self._first_batch()
         c = self.config
-        options = Options(c.alpha, c.reduction, c.mode, c.strength, c.input_at, separate=True)
+        kind = self.steps.schedule.penalty
+        options = Options(c.alpha, c.reduction, c.mode, c.strength, c.input_at, separate=True, penalty=kind)
         with unchanged_on_error(self.model, always=True):
             r = three_passes(self.model, self.loss_fn, x, y, options, warn=False)
         back, third = (

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ..core.engine import Result
 from ..core.engine import run as three_passes
+from ..core.penalty import Penalty
 from ..step import add_to_grad
 from .config import Config
 from .data import Batches
@@ -24,11 +25,19 @@ LossFn = Callable[[Any, Any], Tensor]
 class Steps:
     """One call is one step; `sums` are float64 and in the order of SUMS, `loss` is the newest step's."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, batches: Batches, optimizer: Optimizer, config: Config):
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        batches: Batches,
+        optimizer: Optimizer,
+        config: Config,
+        penalty: Penalty | None = None,
+    ):
         self.model, self.loss_fn, self.batches, self.optimizer, self.config = model, loss_fn, batches, optimizer, config
         self.device = next(model.parameters()).device
         self.passes = partial(sam, rho=config.sam) if config.sam else three_passes
-        self.schedule = Schedule(config, len(batches), len(batches.split))
+        self.schedule = Schedule(config, len(batches), len(batches.split), penalty)
         self.drawn = torch.empty((4, len(batches.split)), dtype=torch.int64, device=self.device)
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from ..compile.signature import Signature
 from ..compile.step import capturable
+from ..core.penalty import evaluate
 from ..tape.state import unchanged_on_error
-from .config import Config
 from .data import Batches
 from .recorder import Recorder, Recording
+from .schedule import Schedule
 from .steps import SUMS, LossFn, batch_sums, in_precision
 
 AT_ONCE = 2**22  # numbers in the input of one batch, or as many samples as a training batch has
@@ -28,9 +29,10 @@ class Validation:
     """Measures the model as it stands; the numbers are read once, at the end. With a recorder, by replays."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFn, batches: Batches, config: Config, recorder: Recorder | None = None
+        self, model: nn.Module, loss_fn: LossFn, batches: Batches, schedule: Schedule, recorder: Recorder | None = None
     ):
-        self.model, self.loss_fn, self.batches, self.config, self.recorder = model, loss_fn, batches, config, recorder
+        self.model, self.loss_fn, self.batches, self.recorder = model, loss_fn, batches, recorder
+        self.config, self.penalty = schedule.config, schedule.penalty
         self.device = next(model.parameters()).device
         self.drawn = batches.draw(0).to(self.device)
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
@@ -80,11 +82,11 @@ class Validation:
         with torch.enable_grad(), in_precision(self.config, self.device):
             out = self.model(x)
             loss = self.loss_fn(out, y)
-        squares = torch.zeros_like(loss, dtype=torch.double)
+        input_loss = torch.zeros_like(loss, dtype=torch.double)
         if x.requires_grad:
             (dx,) = torch.autograd.grad(loss, x)
-            squares = dx.double().square().sum()
-        return batch_sums(out.detach(), y, loss.detach(), 0.5 * squares * len(x)).detach()
+            input_loss, _ = evaluate(self.penalty, [dx.double() * len(x)], len(x), lambda g: g[0])
+        return batch_sums(out.detach(), y, loss.detach(), input_loss).detach()
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
