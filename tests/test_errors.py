@@ -229,7 +229,7 @@ def test_parameters_outside_the_model_are_named_once():
             return F.cross_entropy(out * self.scale, y)
 
     model, criterion = net(), Scaled()
-    with pytest.warns(threepass.LeftOutWarning, match="no parameters of the model") as caught:
+    with pytest.warns(threepass.LeftOutWarning, match="not parameters of the model") as caught:
         call(model, criterion)
     assert caught[0].filename == __file__
     call(model, criterion)

@@ -326,3 +326,20 @@ def test_tensors_outside_of_the_model_are_named():
     weight = torch.ones((), dtype=torch.float64, requires_grad=True)
     with pytest.warns(threepass.LeftOutWarning, match="1 tensor"):
         threepass.gradient_step(two_layers(), lambda o, g, y: weight * forces(o, g, y), X, Y)
+
+
+class Forces(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.energy = two_layers()
+
+    def forward(self, x):
+        energy = self.energy(x)
+        return torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
+
+
+def test_a_model_that_differentiates_itself_is_pointed_here():
+    with pytest.raises(
+        threepass.UnsupportedError, match=r"autograd.grad: the model computes a gradient .* gradient_step"
+    ):
+        threepass.three_pass(Forces(), F.mse_loss, X, Y)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import threepass
 from threepass.core.engine import backward, forward
 from threepass.core.options import Options
+from threepass.core.plan import make_plan
 from threepass.rules import generic
 from threepass.tape.record import Record
 
@@ -165,26 +166,29 @@ def test_statistics_move_once_and_the_output_is_the_models(name, mode):
         assert torch.equal(b, c)
 
 
-@pytest.mark.parametrize("everything", [False, True], ids=["paper", "exact"])
-def test_the_error_before_batch_norm_is_kept_once(everything):
-    """The convolution's d is batch norm's; nothing is kept of the error behind it."""
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+def test_the_error_upstream_of_batch_norm_is_stored_once(mode):
+    """The convolution's d is batch norm's; the error downstream of batch norm is not stored."""
     model, x, y = build("2d")
     tape = Record("cpu")
-    _, loss = forward(model, F.cross_entropy, x, y, Options(), tape, False)
-    conv, norm = tape.operations[:2]
-    _, d = backward(tape, tape.program(everything), loss, 1.0, everything)
+    _, loss = forward(model, F.cross_entropy, x, y, tape, None)
+    conv, norm = list(tape.operations)[:2]
+    tape.prune(to_loss=mode == "exact")
+    _, errors = backward(tape, make_plan(tape, Options(mode=mode), len(x)), loss)
     assert (conv.name, norm.name) == ("conv2d", "batch_norm")
-    assert d[conv][0].data_ptr() == d[norm][0].data_ptr()
-    assert [tuple(z.shape) for z in d[norm]] == [(5, 3, 2, 2), (3,), (3,)]
+    assert errors[conv].d[0].data_ptr() == errors[norm].d[0].data_ptr()
+    assert [tuple(z.shape) for z in errors[norm].d] == [(5, 3, 2, 2)]
+    assert [tuple(z.shape) for z in errors[norm].weights] == [(3,), (3,)]
 
 
 @pytest.mark.parametrize("affine", [True, False])
 def test_without_weights_to_train_no_error_is_kept(affine):
     model, x, y = build("both-frozen" if affine else "no-affine")
     tape = Record("cpu")
-    _, loss = forward(model, F.cross_entropy, x, y, Options(), tape, False)
+    _, loss = forward(model, F.cross_entropy, x, y, tape, None)
     norm = tape.operations[1]
-    assert norm not in backward(tape, tape.program(False), loss, 1.0, everything=False)[1]
+    tape.prune(to_loss=False)
+    assert norm not in backward(tape, make_plan(tape, Options(), len(x)), loss)[1]
 
 
 @pytest.mark.parametrize("where", ["a", "u"])

@@ -1,38 +1,39 @@
-"""The three passes, through any model.
+"""The three passes of Algorithm 1, through any model.
 
-    pass 1   forward           a -> u                      kept on a tape (`tape/record.py`)
-    pass 2   backward          d = dl/du, down to dl/dx    one `autograd.grad`, no weight gradients
-    pass 3   forward again     t_0 = c dl_i/dx_i, t -> J t  rule by rule along the tape (`rules/`)
+    pass 1   forward         a -> u, l                     operations recorded on a tape (`tape/record.py`)
+    pass 2   backward        d = dl/du, to dl/dx           one `autograd.grad`, without weight gradients
+    pass 3   forward again   t_0 = c dl_i/dx_i, t -> J t   operation by operation along the tape (`rules/`)
 
-and at every weight, as soon as its t is there, one product serves passes 2 and 3: d (x) (alpha a + (1 - alpha) t).
+At every weight, as soon as its t is known, one product gives the gradients of l and of l_x, with their weights:
+d (x) (alpha a + (1 - alpha) t). `plan.py` lists the other ways to combine them.
 """
 
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from itertools import zip_longest
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .._torch_compat import tree_leaves, tree_map
 from ..errors import UnsupportedError
-from ..numerics.precision import accumulate_dtype, error_gain, seed_op, start
+from ..numerics.precision import accumulate_dtype, seed_op, start
 from ..tape.inputs import inputs_inside, paths_kept
 from ..tape.intercept import functions_seen
 from ..tape.operation import Operation
-from ..tape.record import Program, Record
+from ..tape.record import Record
 from ..tape.state import trainable_surroundings, unchanged_on_error
-from . import exact as exact_mode
+from .exact import backward_again
 from .gradients import Gradients
-from .options import Options, check_loss, check_model, check_x
+from .options import InputOptions, Options, check_loss, check_model, check_x
 from .penalty import Penalty, evaluate
-from .visit import Visit
-from .warn import warn_left_out, warn_of_norms
+from .plan import Plan, Scale, Signal, make_plan
+from .propagation import Errors, Propagation
+from .warn import warn_of_norms, warn_of_other_leaves
 from .wrt import Wrt, is_float, like_inputs, map_inputs
-
-Errors = dict[Operation, list[Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def three_pass(
 
 def run(
     model: nn.Module,
-    loss_fn,
+    loss_fn: Callable[[Any, Any], Tensor],
     x: Any,
     y: Any,
     options: Options,
@@ -117,101 +118,78 @@ def run(
     weights: tuple[Tensor, Tensor] | None = None,
     seed: Tensor | None = None,
 ) -> Result:
-    """`three_pass` with its options in one object; third=False leaves pass 3 out, warn=False is for measurements.
+    """`three_pass` with its options in one object; third=False skips pass 3, warn=False is for measurements.
 
-    weights: in a compiled step, the terms' weights (back, third) as tensors, so that they can move from call to call;
-    the gradients then are in the parameters' own formats. seed: an int32 scalar on the model's device, with weights:
-    what the step's random numbers (rounding; in a captured step, dropout too) are made from.
+    weights: in a compiled step, the terms' weights (back, third) as tensors, so that they can change from call to call;
+    the gradients then have the parameters' own dtypes. seed: with weights, an int32 scalar on the model's device, the
+    seed of the step's random numbers (stochastic rounding; in a captured step, dropout too).
     """
     if weights is not None:
         seed = torch.zeros((), dtype=torch.int32, device=weights[0].device) if seed is None else seed_op(seed)
-    try:
-        return _passes(model, loss_fn, x, y, options, third, warn, weights, seed, paths=False)
-    except UnsupportedError:  # fails again, and says in which modules
-        return _passes(model, loss_fn, x, y, options, third, warn, weights, seed, paths=True)
-
-
-def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, weights, seed, paths: bool) -> Result:
-    check_model(model)
     x = dict(x) if isinstance(x, Mapping) else x
-    samples = check_x(x, options)
-    batch = options.part(samples)
+    step = _Step(model, loss_fn, x, y, options, third and options.has_third_term, warn, weights, seed)
+    try:
+        return _three_passes(step, module_paths=False)
+    except UnsupportedError:  # fails again, with the names of the modules
+        return _three_passes(step, module_paths=True)
+
+
+class _Step(NamedTuple):
+    """The arguments of `run`; third: whether there is a third pass."""
+
+    model: nn.Module
+    loss_fn: Callable[[Any, Any], Tensor]
+    x: Any
+    y: Any
+    options: Options
+    third: bool
+    warn: bool
+    weights: tuple[Tensor, Tensor] | None
+    seed: Tensor | None
+
+
+def _three_passes(step: _Step, module_paths: bool) -> Result:
+    model, options = step.model, step.options
+    check_model(model)
+    samples = check_x(step.x, options)
     with trainable_surroundings(), unchanged_on_error(model):
-        # Pass 1: forward. The tape keeps every operation that the input runs through.
-        tape = Record(next(model.parameters()).device.type)
-        output, loss = forward(model, loss_fn, x, y, options, tape, paths)
+        # Pass 1: l = loss(w(x), y). The tape records every operation that depends on the input. The options and the
+        # tape then decide how the gradients of passes 2 and 3 are combined.
+        tape = Record(next(model.parameters()).device.type, module_paths)
+        output, loss = forward(model, step.loss_fn, step.x, step.y, tape, options)
+        tape.prune(to_loss=options.exact and step.third)
+        plan = make_plan(tape, options, samples, step.third, step.weights)
 
-        # How the two terms will meet at a weight. apart: in a product each, because they were asked for, or because
-        # half formats would lose t. joined: exact mode's way back carries both. relative: in a compiled step, in one
-        # product with the mix a + k t; but in half formats a has to wait in memory for that, so that products which are
-        # cheap stay apart. mixed: pass 3 carries the mix itself.
-        third = third and (options.third > 0 or options.separate)
-        half = bool(tape.half)
-        program = tape.program(to_the_end=options.exact and third)
-        joined = options.exact and third and not (half or options.separate)
-        cheap = weights is not None and half and third and not options.exact and tape.has_cheap_products(program)
-        relative = weights is not None and options.back > 0 and not (options.separate or joined or cheap)
-        apart = options.separate or (half and not relative)
-        mixed = third and not (options.exact or apart or half) and tape.carries_mix(program)
-        end = tape.place(loss)
-        if mixed and weights is None:  # a compiler sees by itself what is needed
-            for op, _, _ in program:
-                op.keep_gates()
+        # Pass 2: backward, to dl/dx and to the error d of every operation with weights; l_x is a function of dl/dx.
+        # The gradient of l by a weight, d (x) a, is not taken yet.
+        dx, errors = backward(tape, plan, loss)
+        input_loss, slopes = _input_loss(dx, plan, step, tape, samples)
+        if options.exact:
+            check_hooks(tape, 'use mode="paper", or remove the hook')
 
-        # Pass 2: backward, down to the input. Of the effective batch's mean loss, this part has samples / batch. Where
-        # the terms meet in products with a + k t, the errors carry their weight, so that no gradient needs a factor;
-        # half formats would round it.
-        back, weight_of_third = weights or (options.back, options.third)
-        gain = unit = error_gain(tape.half, batch)
-        if relative and not half:
-            gain, back = gain * back, 1.0
-        share = gain * (samples / batch)
-        dx, d = backward(tape, program, loss, share, everything=options.exact)
-        if options.exact and any(op.bent for op, _, _ in program):
-            tape.problem("register_hook", "a tensor's hook changes its error", 'use mode="paper", or remove the hook')
-
-        # Pass 3: forward again, from t_0 = c dl_i/dx_i. A weight's gradient is taken as soon as its tangent is there.
-        if third and warn and not options.exact:
-            warn_of_norms(model, [op for op, _, _ in program])
-        scale = options.scale(batch) * weight_of_third if joined else options.scale(batch)
-        if options.penalty == "l2":
-            t_0, unscale = start(dx, scale, gain, tape.half)
-        else:
-            g = [z.to(accumulate_dtype(z.dtype)) * (batch / gain) for z in dx]
-            input_loss, slopes = evaluate(options.penalty, g, samples, partial(like_x, x, options, tape))
-            t_0, unscale = start(slopes, scale * gain / batch, gain, tape.half)
-            t_0 = [t.to(z.dtype) for t, z in zip(t_0, dx, strict=True)]
-        gradients = Gradients(
-            back,
-            1.0 if joined else weight_of_third,
-            apart,
-            relative=relative,
-            compiled=weights is not None,
-            joined=joined,
-            unscale=(1 / unit, unscale),
-            seed=seed,
-        )
+        # Pass 3: forward again, from t_0 = dl_x/dg_i with g_i = dl_i/dx_i, t -> J t. As soon as t is known at a weight,
+        # the gradient of l_x, d (x) t, is taken, together with that of l. Exact mode adds R{d} (x) a in one more
+        # backward pass.
+        if step.warn and step.third and not options.exact:
+            warn_of_norms(model, tape.operations)
+        t_0, third_scale = _start(plan, dx, slopes, options.part(samples))
+        gradients = Gradients(plan, third_scale, step.seed)
         with torch.no_grad():
-            visits = forward_again(tape, program, dx, t_0 if third else None, d, gradients, options.exact, mixed)
-            if options.exact and third:
-                starts = [(end, torch.ones_like(loss) * (share * back))] if joined else []
-                exact_mode.pull(tape, visits, gradients, starts)
+            steps = forward_again(tape, dx, t_0, errors, gradients)
+            if plan.exact:
+                begin = [(tape.place(loss), torch.ones_like(loss) * (plan.loss_error * plan.back))]
+                backward_again(tape, steps, begin if plan.is_joint else [], gradients)
         if tape.problems:
             raise UnsupportedError(tape.problems)
-        if warn and (count := gradients.left_out(model)):
-            warn_left_out(model, count)
-        grads, *terms = gradients.finish(model)
-        backprop_grads, third_grads = terms if options.separate else (None, None)
+        if step.warn:
+            warn_of_other_leaves(model, gradients.count_other_leaves(model))
+        grads, backprop_grads, third_grads = gradients.finish(model)
 
-    whole = gain if options.ranks == 1 else gain * options.ranks  # dx of all ranks' loss, not of this rank's
-    if options.penalty == "l2":
-        squares = torch.stack([g.to(accumulate_dtype(g.dtype)).div(gain).square().sum() for g in dx]).sum()
-        input_loss = 0.5 * squares * (batch**2 / samples)
     return Result(
         output=tree_map(lambda z: z.detach() if isinstance(z, Tensor) else z, output),
         loss=loss.detach(),
         input_loss=input_loss,
-        input_grad=like_x(x, options, tape, [g if whole is unit and unit == 1 else g / whole for g in dx]),
+        input_grad=_input_grad(dx, plan, step, tape),
         grads=grads,
         backprop_grads=backprop_grads,
         third_grads=third_grads,
@@ -219,31 +197,25 @@ def _passes(model, loss_fn, x, y, options: Options, third: bool, warn: bool, wei
 
 
 def forward(
-    model,
-    loss_fn,
-    x,
-    y,
-    options: Any,
-    tape: Record,
-    paths: bool,
-    check: Callable[[Any], None] = check_loss,
+    model, loss_fn, x: Any, y: Any, tape: Record, options: InputOptions, check: Callable[[Any], None] = check_loss
 ) -> tuple[Any, Tensor]:
     """Pass 1: the model and the loss, once, as the user wrote them."""
+    input_at = options.input_at
     x, y = tree_map(_usable, (x, y))
     with contextlib.ExitStack() as stack:
-        if paths:
+        if tape.module_paths:
             stack.enter_context(paths_kept(model, tape))
-        if options.input_at is None and any(map(is_float, tree_leaves(x))):
+        if input_at is None and any(map(is_float, tree_leaves(x))):
             x = map_inputs(x, options.wrt, tape.add_input)
         else:
             tape.inside = True
-            stack.enter_context(inputs_inside(model, tape, options.input_at))
+            stack.enter_context(inputs_inside(model, tape, input_at))
         stack.enter_context(functions_seen())
         stack.enter_context(tape)
         output = model(*x) if isinstance(x, tuple) else model(**x) if isinstance(x, Mapping) else model(x)
         loss = loss_fn(output, y)
     if not tape.inputs:
-        where = "no embedding" if options.input_at is None else f"input_at={options.input_at!r}: that module did not"
+        where = "no embedding" if input_at is None else f"input_at={input_at!r}: that module did not"
         raise ValueError(f"{where} run, so there is no input to go back to")
     check(loss)
     if tape.is_active(loss):
@@ -257,84 +229,107 @@ def forward(
     return output, loss
 
 
-def backward(
-    tape: Record, program: Program, loss: Tensor, factor: float | Tensor, everything: bool
-) -> tuple[list[Tensor], Errors]:
-    """Pass 2: dl/dx, and the error d of every operation that has weights (for exact mode, also of every curved one).
-
-    Of a tapped operation it is the error of a, and behind it stand the gradients of the weights.
-    """
-    ops = [op for op, _, _ in program if op.weights or (everything and op.needs_error)]
+def backward(tape: Record, plan: Plan, loss: Tensor) -> tuple[list[Tensor], dict[Operation, Errors]]:
+    """Pass 2: dl/dx, and the errors of every operation with weights (in exact mode, also of every nonlinear one)."""
+    if plan.frees_activations:
+        for op in tape.operations:
+            op.keep_gates()
+    ops = [op for op in tape.operations if op.weights or (plan.exact and op.needs_error)]
     leaves = [leaf for _, leaf, _ in tape.inputs]
     wanted: list[Any] = [*leaves, *(z for op in ops for z in (*op.edges, *(leaf for _, leaf in op.leaves)))]
     with tape.rerunning():
-        errors = list(torch.autograd.grad(loss, wanted, torch.ones_like(loss) * factor, allow_unused=True))
-    dx = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, errors, strict=False)]
-    rest = iter(errors[len(leaves) :])
-    d = {op: [op.error_at_output(next(rest)) for _ in op.edges] + [next(rest) for _ in op.leaves] for op in ops}
+        grads = iter(torch.autograd.grad(loss, wanted, torch.ones_like(loss) * plan.loss_error, allow_unused=True))
+    dx = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=False)]
+    errors = {}
     for op in ops:
+        d = [op.error_at_output(next(grads)) for _ in op.edges]
+        errors[op] = Errors(d, [next(grads) for _ in op.leaves])
         for i, changed in op.bent.items() if not op.leaves else ():
-            d[op][i] = changed
-    return dx, d
+            d[i] = changed
+    return dx, errors
 
 
 def forward_again(
-    tape: Record,
-    program: Program,
-    dx: list[Tensor],
-    t_0: list[Tensor] | None,
-    d: Errors,
-    gradients: Gradients,
-    exact: bool = False,
-    mixed: bool = False,
-) -> list[Visit]:
-    """Pass 3: the tangent, operation by operation, and the weights' gradients. Without t_0: those of pass 2 alone.
+    tape: Record, dx: list[Tensor], t_0: list[Tensor], errors: dict[Operation, Errors], gradients: Gradients
+) -> list[Propagation]:
+    """Pass 3: the tangent t or the mix, operation by operation, and the weights' gradients. Consumes tape and errors.
 
-    mixed: the net is piecewise linear, so that the mix m = back * a + third * t obeys one recursion, m -> W m +
-    back * b and then the same gates: it runs in place of t, and a is not needed. exact: returns the visits, for the way
-    back.
+    Without t_0: the gradients of pass 2 alone. For exact mode, returns what its backward pass needs, by operation.
     """
-    for (source, _, _), g in zip(tape.inputs, dx, strict=True):
-        if source.requires_grad:  # weights before input_at
-            gradients.add(source, g, None)
-    whole = exact and t_0 is not None
+    plan = gradients.plan
     signals = tape.signals()
-    for (source, _, z), t in zip(tape.inputs, t_0 or (), strict=False):
-        signals.put(z, gradients.mix(source.detach(), t) if mixed else t)
-    visits = []
-    while program:
-        op, pushes, last = program.pop()
-        out: list[Tensor | None] = []
+    for (source, _, z), g, t in zip_longest(tape.inputs, dx, t_0):
+        if source.requires_grad:  # computed from weights upstream of the input
+            gradients.add(source, g, None)
+        if t is not None:
+            signals.put(z, gradients.mix(source.detach(), t) if plan.case.carried is Signal.MIX else t)
+    steps = []
+    for op in tape.consume():
+        out = None
         with tape.explaining(op):
-            visit = Visit(op, d.pop(op, [None] * len(op.outputs)), [signals.get(z) for _, z in op.active])
-            done = not whole or visit.flat
-            if done and gradients.joined:  # first, so that d is free before t grows; mixes are made with t
-                visit.collect(gradients)
-                visit.forget_error()
-            if pushes and t_0 is not None:
-                out = visit.carry(gradients.back) if mixed else visit.push()
-            if done and not gradients.joined:
-                visit.collect(gradients, mixed)
-                visit.forget_error()
-            if done:
-                visit.forget_tangent()
-            if whole:
-                visits.append(visit)
-        for z in last:
+            step = Propagation(op, errors.pop(op, None), [signals.get(z) for _, z in op.active])
+            out = step.forward(gradients)
+            if plan.exact:
+                steps.append(step)
+        for z in op.last_reads:
             signals.put(z, None)
-        if pushes and t_0 is not None:
+        if op.pushes and plan.case.carried is not None:
             for u, s in zip(op.outputs, out or [u.zeros() for u in op.outputs], strict=True):
                 signals.put(u, s)
-    return visits
+    return steps
+
+
+def _start(plan: Plan, dx: list[Tensor], slopes: list[Tensor] | None, batch: float) -> tuple[list[Tensor], Scale]:
+    """t_0, and what the third pass's gradients are to be multiplied by to undo the scales of t_0 and d.
+
+    slopes: the derivative of the penalty at each dl_i/dx_i; None: it is dl_i/dx_i itself.
+    """
+    if plan.case.carried is None:
+        return [], 1.0
+    scale = plan.tangent_scale * plan.third if plan.is_joint else plan.tangent_scale
+    if slopes is None:
+        return start(dx, scale, plan.error_scale, plan.half)
+    t_0, third_scale = start(slopes, scale * plan.error_scale / batch, plan.error_scale, plan.half)
+    return [t.to(g.dtype) for t, g in zip(t_0, dx, strict=True)], third_scale
+
+
+def check_hooks(tape: Record, advice: str) -> None:
+    if any(op.bent for op in tape.operations):
+        tape.problem("register_hook", "a tensor's hook changes its error", advice)
+
+
+def _input_loss(
+    dx: list[Tensor], plan: Plan, step: _Step, tape: Record, samples: int
+) -> tuple[Tensor, list[Tensor] | None]:
+    """The mean of the penalty over the samples, and its derivative at each dl_i/dx_i, unless that is dl_i/dx_i itself.
+
+    dl_i/dx_i is the batch's size times the rows of dl/dx, without the errors' scale.
+    """
+    batch, penalty = step.options.part(samples), step.options.penalty
+    wide = [g.to(accumulate_dtype(g.dtype)) for g in dx]
+    if penalty == "l2":
+        squares = [g.div(plan.error_scale).square().sum() for g in wide]
+        return 0.5 * torch.stack(squares).sum() * (batch**2 / samples), None
+    per_sample = [g * (batch / plan.error_scale) for g in wide]
+    return evaluate(penalty, per_sample, samples, partial(like_x, step.x, step.options, tape))
+
+
+def _input_grad(dx: list[Tensor], plan: Plan, step: _Step, tape: Record) -> Any:
+    """dl/dx without the errors' scale, structured like x; of an input inside the model, a tensor or a tuple."""
+    ranks = step.options.ranks
+    scale = plan.error_scale if ranks == 1 else plan.error_scale * ranks  # of all ranks' loss, not of this rank's
+    if isinstance(scale, Tensor) or scale != 1:
+        dx = [g / scale for g in dx]
+    return like_x(step.x, step.options, tape, dx)
+
+
+def like_x(x: Any, options: InputOptions, tape: Record, tensors: list[Tensor]) -> Any:
+    """A tensor for each input, structured like x (`wrt.py`); of inputs inside the model, a tensor or a tuple."""
+    if tape.inside:
+        return tensors[0] if len(tensors) == 1 else tuple(tensors)
+    return like_inputs(x, options.wrt, tensors)
 
 
 def _usable(z: Any) -> Any:
     """A tensor made under inference_mode cannot take part in a backward pass; a copy of it can."""
     return z.clone() if isinstance(z, Tensor) and z.is_inference() else z
-
-
-def like_x(x: Any, options: Any, tape: Record, dx: list[Tensor]) -> Any:
-    """Gradients in the structure of x (`wrt.py`); of an input inside the model, as it comes."""
-    if tape.inside:
-        return dx[0] if len(dx) == 1 else tuple(dx)
-    return like_inputs(x, options.wrt, dx)

@@ -1,17 +1,17 @@
 """Exact mode: the true gradient of the input loss, by one more backward pass.
 
-With R{.} the derivative along t_0 (Pearlmutter's R-operator), pass 3 is R{a} = t, and the gradient of l_x is
+With R{.} the derivative along t_0 (Pearlmutter's R-operator), pass 3 computes R{a} = t, and the gradient of l_x is
 
     d (x) R{a} + R{d} (x) a.
 
-R{d} runs back along the tape as an error does. It starts as zero behind the loss, and every operation that is curved in
-a (the loss itself, smooth activations, norms) adds a term of its own:
+R{d} is propagated backward along the tape like an error. It is zero at the loss, and every operation that is nonlinear
+in a (the loss itself, smooth activations, norms) adds a term of its own:
 
     R{d_a} = J_aᵀ R{d_u} + d/da < d_u , J_a op(a; p) t >.
 
-Both terms at once: t starts as third * t_0, and R{d} as back * dl/dl in place of zero. Then it is back * d + third *
-R{d} everywhere, and d (x) t + R{d} (x) a is the mixed gradient: no mix is made, and no product of pass 2's own. Half
-formats would round R{d} away beside d, and take the terms one by one.
+Both terms at once (`Terms.JOINT_BACKWARD`): pass 3 starts from third * t_0, and the backward pass from back * dl/dl in
+place of zero. It then carries back * d + third * R{d}, and d (x) t + R{d} (x) a is the gradient with both weights, with
+no mix to form and no product for backpropagation alone.
 
 A convolution takes six units: forward, error, tangent, R{d}, and two products for its weight.
 """
@@ -23,25 +23,27 @@ from torch import Tensor
 from ..tape.record import Record
 from ..tape.signals import Spot
 from .gradients import Gradients
-from .visit import Visit
+from .propagation import Propagation
 
 
-def pull(tape: Record, visits: list[Visit], gradients: Gradients, starts: Sequence[tuple[Spot, Tensor]] = ()) -> None:
-    """Runs R{d} back through pass 3's visits, and collects what it adds to the gradients; uses the visits up.
+def backward_again(
+    tape: Record, steps: list[Propagation], start: Sequence[tuple[Spot, Tensor]], gradients: Gradients
+) -> None:
+    """Propagates R{d} backward and adds its products to the gradients; consumes the steps that pass 3 returned.
 
-    starts: where R{d} is not zero to begin with, and what it is there.
+    start: the tensors where R{d} starts, with what is added to it there; it is zero everywhere else downstream.
     """
     signals = tape.signals()
-    for z, e in starts:
-        signals.add(z, e)
-    while visits:
-        visit = visits.pop()
-        with tape.explaining(visit.op):
-            r = [signals.take(u) for u in visit.op.outputs]
-            if all(e is None for e in (*visit.d, *r)):
+    for z, value in start:
+        signals.add(z, value)
+    while steps:
+        step = steps.pop()
+        with tape.explaining(step.op):
+            r = [signals.take(u) for u in step.op.outputs]
+            if all(e is None for e in (*step.d, *r)):
                 continue
-            wanted = any(tape.wants(z) for _, z in visit.op.active)
-            for (_, z), s in zip(visit.op.active, visit.pull(r, gradients, wanted), strict=True):
+            wanted = any(tape.wants(z) for _, z in step.op.active)
+            for (_, z), s in zip(step.op.active, step.pull(r, gradients, wanted), strict=True):
                 if s is not None:
                     signals.add(z, s)
     for source, _, z in tape.inputs:

@@ -29,12 +29,13 @@ from ..numerics.precision import power_of_two, seed_op
 from ..tape.record import Record
 from ..tape.signals import Spot
 from ..tape.state import trainable_surroundings, unchanged_on_error
-from . import exact
-from .engine import backward, forward, forward_again, like_x
+from .engine import backward, check_hooks, forward, forward_again, like_x
+from .exact import backward_again
 from .gradients import Gradients
 from .options import check_input_options, check_loss, check_model, check_tensors
 from .penalty import check_finite
-from .warn import warn_left_out
+from .plan import joint_plan
+from .warn import warn_of_other_leaves
 from .wrt import Wrt, as_wrt, map_inputs
 
 
@@ -134,47 +135,46 @@ def run(
     """
     seed = None if seed is None else seed_op(seed)
     try:
-        return _passes(model, loss_fn, x, y, options, warn, seed, paths=False)
+        return _passes(model, loss_fn, x, y, options, warn, seed, module_paths=False)
     except UnsupportedError:  # fails again, and says in which modules
-        return _passes(model, loss_fn, x, y, options, warn, seed, paths=True)
+        return _passes(model, loss_fn, x, y, options, warn, seed, module_paths=True)
 
 
-def _passes(model, loss_fn, x, y, options: GradientOptions, warn: bool, seed, paths: bool) -> GradientResult:
+def _passes(model, loss_fn, x, y, options: GradientOptions, warn: bool, seed, module_paths: bool) -> GradientResult:
     check_model(model)
     x = dict(x) if isinstance(x, Mapping) else x
     check_tensors(x, options.wrt)
     x = map_inputs(x, options.wrt, lambda z: z.detach() if z.is_leaf else z)  # many set requires_grad on it
     with trainable_surroundings(), unchanged_on_error(model):
         # Pass 1: forward, to the value.
-        tape = Record(next(model.parameters()).device.type)
+        tape = Record(next(model.parameters()).device.type, module_paths)
         value_fn = options.value_fn or _summed
-        output, value = forward(model, lambda out, _: value_fn(out), x, y, options, tape, paths, check=_check_value)
-        program = tape.program(to_the_end=True)
+        output, value = forward(model, lambda out, _: value_fn(out), x, y, tape, options, _check_value)
+        tape.prune(to_loss=True)
+        plan = joint_plan(tape, compiled=seed is not None)
 
-        # Pass 2: backward, down to g.
-        g, d = backward(tape, program, value, 1.0, everything=True)
-        if any(op.bent for op, _, _ in program):
-            tape.problem("register_hook", "a tensor's hook changes its error", "remove the hook")
+        # Pass 2: backward, to g.
+        g, errors = backward(tape, plan, value)
+        check_hooks(tape, "remove the hook")
 
         # The loss, and what passes 3 and 4 start from.
         loss = differentiate(model, loss_fn, output, g, partial(like_x, x, options, tape), y, tape)
         size = loss.scale_down() if tape.half else 1.0
 
         # Pass 3: forward again, from t_0. Pass 4: backward again, from e.
-        gradients = [Gradients(1.0, 1.0, False, compiled=seed is not None, joined=True, seed=seed) for _ in range(2)]
+        gradients = [Gradients(plan, 1.0, seed) for _ in range(2)]
         first, last = gradients if options.separate else (gradients[0], gradients[0])
         with torch.no_grad():
-            visits = forward_again(tape, program, g, loss.t_0, d, first, exact=True)
+            steps = forward_again(tape, g, loss.t_0, errors, first)
             if options.separate:
-                exact.pull(tape, list(visits), first)
-                for visit in visits:
-                    visit.forget_error()
-                    visit.forget_tangent()
-            exact.pull(tape, visits, last, loss.starts(tape, last))
+                backward_again(tape, list(steps), [], first)
+                for step in steps:
+                    step.free_signals()
+            backward_again(tape, steps, loss.starts(tape, last), last)
         if tape.problems:
             raise UnsupportedError(tape.problems)
-        if warn and (count := max(loss.left_out, *(each.left_out(model) for each in gradients))):
-            warn_left_out(model, count)
+        if warn:
+            warn_of_other_leaves(model, max(loss.other_leaves, *(z.count_other_leaves(model) for z in gradients)))
         terms = [_times(size, each.finish(model)[0]) for each in gradients]
 
     return GradientResult(
@@ -196,7 +196,7 @@ class DifferentiatedLoss:
     t_0: list[Tensor]  # at g
     e: list[tuple[Tensor, Tensor]]  # pairs of a tensor of the model's output and the derivative at it
     direct: list[tuple[Tensor, Tensor]]  # likewise at parameters that loss_fn reads itself
-    left_out: int  # other tensors that require grad
+    other_leaves: int  # other tensors that require grad
 
     def scale_down(self) -> Tensor:
         """Divides the derivatives by a power of two near the largest one, for half formats; returns it."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -13,6 +13,15 @@ from .._torch_compat import tree_leaves
 from .penalty import Penalty, check_penalty
 from .ranks import check_parallel
 from .wrt import Wrt, as_wrt, check_wrt, inputs_of
+
+
+class InputOptions(Protocol):
+    """The options that say what counts as the input of the net."""
+
+    @property
+    def input_at(self) -> str | None: ...
+    @property
+    def wrt(self) -> Wrt: ...
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,11 @@ class Options:
     @property
     def third(self) -> float:
         return 1 - self.alpha if self.strength is None else self.strength
+
+    @property
+    def has_third_term(self) -> bool:
+        """Whether the third pass's gradients are a result of the step."""
+        return self.third > 0 or self.separate
 
     @property
     def exact(self) -> bool:

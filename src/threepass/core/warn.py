@@ -1,6 +1,7 @@
 """Warnings about a model, once for each model and kind."""
 
 import weakref
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -13,7 +14,7 @@ _NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm")
 _warned: "weakref.WeakKeyDictionary[nn.Module, set[type[Warning]]]" = weakref.WeakKeyDictionary()
 
 
-def warn_of_norms(model: nn.Module, operations: list[Operation]) -> None:
+def warn_of_norms(model: nn.Module, operations: Iterable[Operation]) -> None:
     norms = sorted({op.name for op in operations if _is_curved_norm(op)})
     if norms:
         warn_once(
@@ -25,17 +26,18 @@ def warn_of_norms(model: nn.Module, operations: list[Operation]) -> None:
         )
 
 
-def warn_left_out(model: nn.Module, count: int) -> None:
-    warn_once(
-        model,
-        f"{count} tensor(s) that need gradients take part and are no parameters of the model (of the loss, "
-        "say): three passes give them none. Put them into the model, or set requires_grad_(False)",
-        LeftOutWarning,
-    )
+def warn_of_other_leaves(model: nn.Module, count: int) -> None:
+    if count:
+        warn_once(
+            model,
+            f"{count} tensor(s) require grad but are not parameters of the model (parameters of the loss, say); no "
+            "gradients are computed for them. Make them parameters of the model, or set requires_grad_(False)",
+            LeftOutWarning,
+        )
 
 
 def warn_once(model: nn.Module, text: str, category: type[Warning]) -> None:
-    """A warning for a model's first call of its kind, at the user's line."""
+    """Warns the first time that a model gets this category of warning, at the user's line."""
     seen = _warned.setdefault(model, set())
     if category not in seen:
         seen.add(category)

@@ -11,6 +11,7 @@ from .._torch_compat import tree_leaves
 from ..core.engine import backward, forward, forward_again
 from ..core.gradients import Gradients
 from ..core.options import Options, check_model, check_x
+from ..core.plan import make_plan
 from ..errors import Place, UnsupportedError
 from ..tape.operation import Operation
 from ..tape.record import Record
@@ -63,20 +64,21 @@ def coverage(model: nn.Module, x: Any, input_at: str | None = None) -> Coverage:
 
     Changes nothing: buffers and random state are restored.
     """
-    options = Options(input_at=input_at)
+    options = Options(input_at=input_at, separate=True)
     check_model(model)
-    check_x(x, options)
+    samples = check_x(x, options)
     with trainable_surroundings(), unchanged_on_error(model, always=True):
-        tape = Record(next(model.parameters()).device.type)
+        tape = Record(next(model.parameters()).device.type, module_paths=True)
         try:
-            _, loss = forward(model, _some_loss, x, None, options, tape, paths=True)
+            _, loss = forward(model, _some_loss, x, None, tape, options)
         except UnsupportedError:
-            return Coverage(_rows(model, tape, tape.operations), tuple(dict.fromkeys(tape.problems)))
+            return Coverage(_rows(model, tape, list(tape.operations)), tuple(dict.fromkeys(tape.problems)))
         operations = list(tape.operations)
-        program = tape.program(to_the_end=False)
-        dx, d = backward(tape, program, loss, 1.0, everything=False)
+        tape.prune(to_loss=False)
+        plan = make_plan(tape, options, samples)
+        dx, errors = backward(tape, plan, loss)
         with torch.no_grad():
-            forward_again(tape, program, dx, dx, d, Gradients(options.back, options.third, apart=True))
+            forward_again(tape, dx, dx, errors, Gradients(plan, 1.0))
         return Coverage(_rows(model, tape, operations), tuple(dict.fromkeys(tape.problems)))
 
 

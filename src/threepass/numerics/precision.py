@@ -78,7 +78,7 @@ def error_gain(half: set[torch.dtype], batch_size: float) -> float:
 
 
 def start(
-    dx: list[Tensor], c: float, gain: float | Tensor, half: set[torch.dtype]
+    dx: list[Tensor], c: float | Tensor, gain: float | Tensor, half: set[torch.dtype]
 ) -> tuple[list[Tensor], float | Tensor]:
     """t_0, and what pass 3's gradients are then to be multiplied by; `gain`: of the errors, and so of dx."""
     if not half:

@@ -36,6 +36,8 @@ class Operation:
     leaves: list[tuple[Tensor | None, Tensor]] = field(default_factory=list)  # behind a tap: weights and their leaves
     bent: dict[int, Tensor] = field(default_factory=dict)  # errors that hooks of the user's changed
     base: Spot | None = None  # of whom the output is a part, where the call writes through a view
+    pushes: bool = True  # whether a weight downstream, or in exact mode the loss, needs the tangents of the outputs
+    last_reads: list[Spot] = field(default_factory=list)  # the active tensors that no operation downstream reads
 
     @property
     def name(self) -> str:

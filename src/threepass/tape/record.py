@@ -18,6 +18,7 @@ operations with weights (`F.multi_head_attention_forward`) is taken whole.
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,16 +38,15 @@ from .replay import as_recorded, is_random, nothing_drawn_in_a_trace
 from .signals import Signals, Spot, storage_of
 from .state import random_state
 
-Program = list[tuple[Operation, bool, list[Spot]]]
-
 
 class Record(Activations):
     """Pass 1's tape: the operations in order, the inputs, and the places that cannot be gone through."""
 
-    def __init__(self, device: str):
+    def __init__(self, device: str, module_paths: bool = False):
         super().__init__()
         self.device = device
-        self.operations: list[Operation] = []
+        self.module_paths = module_paths  # note in which module an operation runs, for messages
+        self.operations: deque[Operation] = deque()  # in execution order
         self.inputs: list[tuple[Tensor, Tensor, Spot]] = []  # as given, as a leaf, the copy that the model gets
         self.inside = False  # the input is the output of a module, not x
         self.half: set[torch.dtype] = set()  # the half-precision formats that operations ran in
@@ -66,36 +66,43 @@ class Record(Activations):
     def signals(self) -> "Signals":
         return Signals(self._shared)
 
-    def program(self, to_the_end: bool) -> Program:
-        """Empties the tape into the visits of pass 3, the first one last.
+    def prune(self, to_loss: bool) -> None:
+        """Drops the operations that pass 3 does not need, and sets for the others what is needed of them downstream.
 
-        Each: the operation, whether its tangent goes on (to a weight, or to the loss), the spots that it reads last.
+        to_loss: pass 3 goes on to the loss; else to the last operation that has weights.
         """
-        ahead: set[Any] = set()
-        visits: Program = []
+        read_downstream: set[Any] = set()
+        operations = []
         for op in reversed(self.operations):
             storage = op.outputs[0].storage
             if storage in self._shared and not op.written and any(z.storage == storage for _, z in op.active):
-                continue  # another window on the same signals: nothing moves
-            pushes = to_the_end or any(self._where(u) in ahead for u in op.outputs)
-            if pushes or op.weights:
+                continue  # a view of storage that its signals share: nothing moves
+            op.pushes = to_loss or any(self._where(u) in read_downstream for u in op.outputs)
+            if op.pushes or op.weights:
                 spots = {id(z): z for _, z in op.active}.values()
-                last = [z for z in spots if self._where(z) not in ahead and z.storage not in self._shared]
-                visits.append((op, pushes, last))
-                ahead.update(map(self._where, spots))
-        self.operations, self._makers = [], {}
-        self._readers.clear()  # from here on an operation lives until its visit
-        return visits
+                op.last_reads = [
+                    z for z in spots if self._where(z) not in read_downstream and z.storage not in self._shared
+                ]
+                operations.append(op)
+                read_downstream.update(map(self._where, spots))
+        self.operations = deque(reversed(operations))
+        self._makers = {}
+        self._readers.clear()  # from here on, the tape has the only reference to an operation
 
-    def carries_mix(self, program: Program) -> bool:
+    def consume(self) -> Iterator[Operation]:
+        """The operations in execution order; the tape drops each, so that its activations can be freed."""
+        while self.operations:
+            yield self.operations.popleft()
+
+    def carries_mix(self) -> bool:
         """Whether pass 3 can carry the mix alone: the net is piecewise linear from its inputs to its last weight."""
         if self._shared or self.problems:
             return False
-        return all(op.carries_mix for op, _, _ in program)
+        return all(op.carries_mix for op in self.operations)
 
-    def has_cheap_products(self, program: Program) -> bool:
-        """Whether all weights but those of the last layer take products that are cheap."""
-        others = [op for op, _, _ in program if op.weights][1:]  # the program runs from its end
+    def has_cheap_products(self) -> bool:
+        """Whether all weights but those of the last layer have cheap products."""
+        others = [op for op in self.operations if op.weights][:-1]
         return bool(others) and not self.problems and all(op.has_cheap_products for op in others)
 
     def wants(self, z: Spot) -> bool:
@@ -134,6 +141,12 @@ class Record(Activations):
         kwargs = kwargs or {}
         if func is Tensor.register_hook:
             return self._register_hook(*args, **kwargs)
+        if func is torch.autograd.grad and any(map(self.is_active, tensors_in((*args, *kwargs.values())))):
+            self.problem(
+                "autograd.grad",
+                "the model computes a gradient of its own output (forces, say)",
+                "return the value itself, and put the loss on its gradient by threepass.gradient_step",
+            )
         if func not in self._inside and (body := python_body(func)) is not None:
             self._inside.append(func)
             try:

@@ -1,0 +1,203 @@
+"""How the gradients of pass 2 and pass 3 are combined: chosen once, after pass 1, and followed by the later passes.
+
+A weight's gradient is back * (d (x) a) + third * (d (x) t). Computed as it stands, that is two products. Both are
+linear in the signal, so one product with the mix back * a + third * t gives the same; and in some nets the mix itself
+can be propagated, or a backward pass that exact mode runs anyway can carry both terms. `Terms` lists the cases.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..numerics.precision import error_gain
+from ..tape.record import Record
+from .options import Options
+
+Scale = float | Tensor
+
+
+class Signal(Enum):
+    """What an error can be multiplied by to give a weight's gradient."""
+
+    A = "a, the activation: the gradient of backpropagation"
+    T = "t, its tangent: the gradient of the third pass"
+    MIX = "back * a + third * t: both"
+
+
+class Case(NamedTuple):
+    """A row of the table below.
+
+    carried: the signal that pass 3 propagates; None: there is no pass 3.
+    multiplied: the signals that are multiplied by d; each product is one term of the weight's gradient.
+    error_freed_first: d is multiplied and freed before the signal is propagated through the operation, else after.
+    frees_activations: only gates (the signs of rectified activations) are kept from pass 1, and a is freed.
+    """
+
+    carried: Signal | None
+    multiplied: tuple[Signal, ...]
+    error_freed_first: bool = False
+    frees_activations: bool = False
+
+
+class Terms(Enum):
+    """How the terms of a weight's gradient are combined.
+
+    BACKPROP_ONLY   no third pass: its weight is zero, or this step skips it.
+    SEPARATE        a product for each term: both were asked for, a half format would round t away in the mix, or, in a
+                    compiled step, a second product costs less than keeping a in memory until pass 3.
+    MIXED_PRODUCT   pass 3 carries t; the mix is formed at every weight.
+    MIXED_SIGNAL    pass 3 carries the mix m: in a piecewise linear net it obeys one recursion, m -> W m + back * b and
+                    then the same gates, so that a is not needed.
+    JOINT_BACKWARD  exact mode: pass 3 takes d (x) third * t, and the backward pass that follows carries
+                    back * d + third * R{d} and takes its product with a (`exact.py`).
+    """
+
+    BACKPROP_ONLY = Case(None, (Signal.A,))
+    SEPARATE = Case(Signal.T, (Signal.A, Signal.T))
+    MIXED_PRODUCT = Case(Signal.T, (Signal.MIX,))
+    MIXED_SIGNAL = Case(Signal.MIX, (Signal.MIX,), frees_activations=True)
+    JOINT_BACKWARD = Case(Signal.T, (Signal.T,), error_freed_first=True)
+
+
+class MixForm(Enum):
+    """How the weights of the two terms enter the mix.
+
+    WEIGHTED  back * a + third * t.
+    RELATIVE  a + (third / back) * t, in compiled steps: a is representable as it is, so that in half formats only what
+              t adds is rounded. The errors are multiplied by back in pass 2, or, in half formats, which would round
+              them, the gradients at the end.
+    """
+
+    WEIGHTED = "weighted"
+    RELATIVE = "relative"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The choices and scales that passes 2 and 3 follow.
+
+    Attributes:
+        terms: how the terms of a weight's gradient are combined.
+        mix_form: how the weights enter the mix.
+        exact: pass 3 is followed by the backward pass of exact mode.
+        compiled: the step is being traced; gradients are given in the parameters' own formats.
+        separate: both terms are results of the step.
+        half: the half-precision formats that operations ran in.
+        back: what backpropagation's gradients are still to be multiplied by; 1 where the errors carry the weight.
+        third: what the third pass's gradients are to be multiplied by.
+        error_unit: the power of two that keeps float16 errors from underflowing; 1 without float16.
+        error_scale: what every error is multiplied by: error_unit, and `back` where the errors carry it.
+        loss_error: the error of the loss, from which pass 2 starts.
+        tangent_scale: t_0 is this times dl/dx.
+    """
+
+    terms: Terms
+    mix_form: MixForm
+    exact: bool
+    compiled: bool
+    separate: bool
+    half: set[torch.dtype]
+    back: Scale
+    third: Scale
+    error_unit: float
+    error_scale: Scale
+    loss_error: Scale
+    tangent_scale: float
+
+    @property
+    def case(self) -> Case:
+        return self.terms.value
+
+    @property
+    def frees_activations(self) -> bool:
+        """Whether to free activations before pass 2; in a compiled step the compiler decides."""
+        return self.case.frees_activations and not self.compiled
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether backpropagation's own products are left to the backward pass of exact mode."""
+        return self.terms is Terms.JOINT_BACKWARD
+
+    @property
+    def has_dense_terms(self) -> bool:
+        """Whether terms are added as dense tensors: they are results, or are added in float32."""
+        return self.separate or (bool(self.half) and self.mix_form is MixForm.WEIGHTED)
+
+
+def make_plan(
+    tape: Record, options: Options, samples: int, third: bool = True, weights: tuple[Tensor, Tensor] | None = None
+) -> Plan:
+    """Chooses the plan from the options and the pruned tape.
+
+    samples: the number of samples in x; third: whether to run the third pass; weights: (back, third) as tensors, in a
+    compiled step.
+    """
+    exact = options.exact and third
+    form = _mix_form(tape, options, third, compiled=weights is not None)
+    terms = _terms(tape, options, third, form)
+    batch = options.part(samples)
+    back, weight_of_third = weights or (options.back, options.third)
+    scale: Scale
+    scale = unit = error_gain(tape.half, batch)
+    if form is MixForm.RELATIVE and not tape.half:
+        scale, back = scale * back, 1.0
+    return Plan(
+        terms=terms,
+        mix_form=form,
+        exact=exact,
+        compiled=weights is not None,
+        separate=options.separate,
+        half=tape.half,
+        back=back,
+        third=weight_of_third,
+        error_unit=unit,
+        error_scale=scale,
+        loss_error=scale * (samples / batch),  # of the effective batch's mean loss, x has samples / batch
+        tangent_scale=options.scale(batch),
+    )
+
+
+def joint_plan(tape: Record, compiled: bool) -> Plan:
+    """The plan of a loss on the input gradient: a joint backward pass, in which both terms have the weight 1."""
+    return Plan(
+        terms=Terms.JOINT_BACKWARD,
+        mix_form=MixForm.WEIGHTED,
+        exact=True,
+        compiled=compiled,
+        separate=False,
+        half=tape.half,
+        back=1.0,
+        third=1.0,
+        error_unit=1.0,
+        error_scale=1.0,
+        loss_error=1.0,
+        tangent_scale=1.0,
+    )
+
+
+def _mix_form(tape: Record, options: Options, third: bool, compiled: bool) -> MixForm:
+    if not compiled or options.back == 0 or options.separate or _is_joint(tape, options, third):
+        return MixForm.WEIGHTED
+    if third and tape.half and not options.exact and tape.has_cheap_products():
+        return MixForm.WEIGHTED  # the terms stay separate
+    return MixForm.RELATIVE
+
+
+def _terms(tape: Record, options: Options, third: bool, form: MixForm) -> Terms:
+    if not third:
+        return Terms.BACKPROP_ONLY
+    if _is_joint(tape, options, third):
+        return Terms.JOINT_BACKWARD
+    if options.separate or (tape.half and form is MixForm.WEIGHTED):
+        return Terms.SEPARATE
+    if not options.exact and not tape.half and tape.carries_mix():
+        return Terms.MIXED_SIGNAL
+    return Terms.MIXED_PRODUCT
+
+
+def _is_joint(tape: Record, options: Options, third: bool) -> bool:
+    """Half formats would round R{d} away beside d."""
+    return third and options.exact and not (options.separate or tape.half)
