@@ -54,18 +54,14 @@ PRODUCT = {
 }  # fmt: skip
 # (pixels, k, warps, stages, tiles) x splits
 WEIGHT = {
-    4: ([(64, 32, 4, 1, 1), (128, 32, 4, 1, 1), (128, 32, 8, 1, 1), (128, 32, 4, 2, 1)], [132, 264, 528]),
+    4: ([(64, 32, 4, 1, 1), (128, 32, 4, 1, 1), (128, 32, 8, 1, 1), (128, 32, 4, 2, 1)], [1, 2, 4]),
     16: ([(32, 64, 4, 1, 3), (64, 64, 4, 1, 3), (128, 64, 4, 1, 3), (64, 64, 8, 1, 3), (128, 64, 8, 1, 3),
-          (64, 64, 4, 2, 3), (64, 16, 4, 1, 3), (64, 256, 8, 1, 1), (64, 64, 4, 2, 1)], [66, 132, 264, 528]),
+          (64, 64, 4, 2, 3), (64, 16, 4, 1, 3), (64, 256, 8, 1, 1), (64, 64, 4, 2, 1)], [1 / 2, 1, 2, 4]),
     32: ([(32, 32, 4, 1, 3), (64, 32, 4, 1, 3), (64, 32, 4, 2, 3), (64, 128, 8, 1, 3), (128, 32, 8, 1, 3),
-          (64, 64, 4, 2, 1), (64, 128, 4, 2, 1), (64, 128, 8, 2, 1)], [22, 44, 88, 132, 264]),
+          (64, 64, 4, 2, 1), (64, 128, 4, 2, 1), (64, 128, 8, 2, 1)], [1 / 6, 1 / 3, 2 / 3, 1, 2]),
     64: ([(32, 64, 4, 1, 3), (64, 64, 4, 1, 3), (64, 64, 8, 1, 3), (64, 64, 4, 2, 1), (64, 64, 4, 3, 1),
-          (32, 64, 4, 3, 1), (64, 128, 8, 2, 1)], [8, 16, 32, 64, 128]),
+          (32, 64, 4, 3, 1), (64, 128, 8, 2, 1)], [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1]),
 }  # fmt: skip
-
-
-def straight(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    return kernel[grid]
 
 
 def compiled_only(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -215,7 +211,7 @@ def candidates(op: str, i: int, o: int) -> list[Blocks]:
 
 def compile_job(job: tuple[tuple[int, ...], torch.dtype, str, Blocks | None]) -> str | None:
     shape, dtype, op, blocks = job
-    conv_triton._launch = compiled_only
+    type(conv_triton._forward_kernel).__getitem__ = compiled_only
     try:
         Layer(*shape, dtype).kernel(op, blocks)
     except Exception as error:
@@ -360,14 +356,11 @@ def check_compiled() -> dict[str, float]:
 def main() -> None:
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = True
-    seen_by_tracers = conv_triton._launch
     compile_all()
-    conv_triton._launch = straight
     start = time.perf_counter()
     check_odd_shapes()
     report: dict[str, Any] = {"rows": measure(start + SWEEP_SECONDS)}
     report["plain-20"] = totals(report["rows"])
-    conv_triton._launch = seen_by_tracers
     layer = Layer(128, 16, 16, 32, 32, 1, torch.float32)
     report["host"] = {
         "operation": host_microseconds(lambda: conv.forward(layer.a, layer.w, layer.b, 1, True, None)),

@@ -108,13 +108,13 @@ def tune() -> None:
         for of_rows.BLOCK in (256, 512):
             for of_rows.ROW in (128, 256):
                 for each in (12, 16, 24, 32):
-                    of_rows.WARPS = 132 * each
+                    of_rows.WARPS = each
                     times = " ".join(f"{milliseconds(call):.4f}" for call in calls[:2])
                     print("layer norm", dtype, of_rows.BLOCK, of_rows.ROW, each, times, flush=True)
         for of_tiles.COLUMNS in (128, 256):
             for of_tiles.BYTES in (2048, 4096):
                 for each in (4, 6, 8):
-                    of_tiles.PROGRAMS = 132 * each
+                    of_tiles.PROGRAMS = each
                     times = " ".join(f"{milliseconds(call):.4f}" for call in calls[-2:])
                     print("gelu", dtype, of_tiles.COLUMNS, of_tiles.BYTES, each, times, flush=True)
 

@@ -340,6 +340,6 @@ class Forces(nn.Module):
 
 def test_a_model_that_differentiates_itself_is_pointed_here():
     with pytest.raises(
-        threepass.UnsupportedError, match=r"autograd.grad: the model computes a gradient .* gradient_step"
+        threepass.UnsupportedError, match=r"autograd.grad: the model computes a gradient .*gradient_step"
     ):
         threepass.three_pass(Forces(), F.mse_loss, X, Y)

@@ -96,6 +96,17 @@ def accumulated(rank, **options):
     return grads_of(model)
 
 
+def by_loss(rank, **options):
+    """A loop that calls backward() itself, with micro-batches, whose losses it divides by their number."""
+    x, y = (z.chunk(RANKS)[rank] for z in batch())
+    model = DistributedDataParallel(net())
+    step = threepass.ThreePass(model, F.cross_entropy, batch_size=B, **options)
+    for i, part in enumerate(zip(x.split(2), y.split(2), strict=True)):
+        with model.no_sync() if i == 0 else contextlib.nullcontext():
+            (step.loss(*part) / 2).backward()
+    return grads_of(model)
+
+
 def by_hand(rank, **options):
     """Without DistributedDataParallel: the gradients are averaged after the step."""
     x, y = (z.chunk(RANKS)[rank] for z in batch())
@@ -318,6 +329,7 @@ def results(rank: int) -> dict:
     for name, options in TERMS.items():
         table["step", name] = one_step(rank, **options)
         table["accumulated", name] = accumulated(rank, **options)
+        table["by loss", name] = by_loss(rank, **options)
         table["by hand", name] = by_hand(rank, **options)
         table["uneven, batch_size", name] = one_step(rank, sizes=UNEVEN, batch_size=B, **options)
         table["uneven", name] = one_step(rank, sizes=UNEVEN, **options)
@@ -390,7 +402,7 @@ def double_backward(weights, options) -> dict:
 
 
 @pytest.mark.parametrize("terms", TERMS)
-@pytest.mark.parametrize("loop", ["step", "accumulated", "by hand", "uneven, batch_size"])
+@pytest.mark.parametrize("loop", ["step", "accumulated", "by loss", "by hand", "uneven, batch_size"])
 def test_two_ranks_are_one_with_the_whole_batch(ranks, loop, terms):
     for rank in ranks:
         assert_close(rank[loop, terms], whole(**TERMS[terms]).grads, 1e-10)

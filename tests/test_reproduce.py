@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -213,6 +214,16 @@ def test_no_time_at_all_trains_nothing(data_dir, tmp_path):
     assert not runner.train_missing(jobs, tmp_path / "r", runner.Place(data_dir), 0.0, said.append)
     assert time.monotonic() - began < 20
     assert said[-1] == "0 of 5 runs are done; not run: 5"
+
+
+def test_runs_without_their_data_are_left_out_and_the_others_trained(data_dir, tmp_path):
+    shutil.rmtree(data_dir / "cifar-10-batches-bin")
+    jobs = [*plan.plan(["table2"], TINY)[:2], *plan.plan(["mnist"], TINY)[:1]]
+    said: list[str] = []
+    assert not runner.train_missing(jobs, tmp_path / "r", runner.Place(data_dir, "cpu"), say=said.append)
+    assert list(comparable(tmp_path / "r")) == [jobs[2].key]
+    (left_out,) = [line for line in said if "left out" in line]  # once, not for every run
+    assert left_out.startswith("runs on cifar10 are left out")
 
 
 def test_no_compiled_run_is_begun_in_the_last_seconds(data_dir, tmp_path):

@@ -11,7 +11,7 @@ from .inspect.alignment import Alignment, alignment
 from .inspect.coverage import Coverage, coverage
 from .inspect.variances import variances
 from .rules import Map, rule
-from .step import GradientStep, ThreePass
+from .step import GradientStep, ThreePass, loss
 
 __all__ = [
     "Alignment",
@@ -31,6 +31,7 @@ __all__ = [
     "fit",
     "gradient_step",
     "init_",
+    "loss",
     "models",
     "reference",
     "rule",

@@ -129,7 +129,7 @@ aten_log_softmax = torch.ops.aten._log_softmax
 # seen in 2.10 to 2.13: what `Tensor.to` is in a graph where it copies
 to_copy = torch.ops.aten._to_copy
 
-# seen in 2.10 to 2.13: a view whose source nobody else has; indexing without a check of the indices
+# seen in 2.10 to 2.13: a view whose source has no other user; indexing without a check of the indices
 unsafe_view = torch.ops.aten._unsafe_view
 unsafe_index = torch.ops.aten._unsafe_index
 unsafe_index_put = torch.ops.aten._unsafe_index_put
@@ -173,7 +173,7 @@ PRIVATE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
 
 
 def overload_of(op: torch.library.CustomOpDef) -> Any:
-    """The operation behind `torch.library.custom_op`'s object; seen in 2.10 to 2.13."""
+    """The operation of `torch.library.custom_op`'s object; seen in 2.10 to 2.13."""
     return op._opoverload
 
 

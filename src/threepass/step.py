@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from .compile.programs import check_compile
 from .compile.step import AnyResult, Call, CompiledSteps, gradient_call, three_pass_call
 from .core import engine, gradient_loss
+from .core.carried import Carried
 from .core.engine import Result
 from .core.gradient_loss import GradientOptions, GradientResult
-from .core.options import Options
+from .core.options import Options, check_x
 from .core.penalty import Penalty
-from .core.ranks import add_through, count_ranks
-from .core.scaler import scaled
+from .core.ranks import count_ranks, loss_through
+from .core.scaler import scaled, times
 from .core.wrt import Wrt
 from .numerics.rounding import round_stochastically, seed_of
 
@@ -36,7 +38,9 @@ class _Step:
 
         def eager() -> AnyResult:
             if isinstance(self.model, DistributedDataParallel):
-                return self._through_ddp(self.model, x, run)
+                loss, r = self._through_ddp(self.model, x, run)
+                loss.backward()
+                return r
             r = run(self.model, x)
             add_to_grad(self.model, r, self.scaler, self.calls)
             return r
@@ -45,18 +49,30 @@ class _Step:
         self.calls += 1
         return r
 
-    def _through_ddp(self, ddp: DistributedDataParallel, x: Any, run: Callable[[nn.Module, Any], AnyResult]) -> Any:
-        """A step of the wrapped module; names are those of the wrapper's parameters."""
+    def _through_ddp(
+        self, ddp: DistributedDataParallel, x: Any, run: Callable[[nn.Module, Any], AnyResult], mean: float = 1.0
+    ) -> tuple[Tensor, Any]:
+        """The loss of a step of the wrapped module, and its result under the names of the wrapper's parameters."""
         results: list[AnyResult] = []
 
-        def passes(module: nn.Module, x: Any) -> tuple[list[nn.Parameter], list[Tensor]]:
+        def passes(module: nn.Module, x: Any) -> Carried:
             results.append(run(module, x))
-            return _to_add(module, results[0], self.scaler, self.calls)
+            return self._carried(module, results[0], mean)
 
-        add_through(ddp, x, passes)
+        loss = loss_through(ddp, x, passes)
         (r,) = results
         named: dict[str, Any] = {n: grads and _prefixed(grads) for n in r.GRADIENTS for grads in [getattr(r, n)]}
-        return replace(r, **named)
+        return loss, replace(r, **named)
+
+    def _carried(self, model: nn.Module, r: AnyResult, mean: float) -> Carried:
+        """mean: what the gradients are multiplied by, to be those of a mean over the samples."""
+        named = dict(model.named_parameters())
+        grads = scaled(list(r.grads.values()), self.scaler)
+        if mean != 1:
+            grads = times(grads, grads[0].new_full((), mean))
+        elif self.compiled is not None:  # the next call overwrites them
+            grads = [g.clone() for g in grads]
+        return Carried(r.loss, [named[name] for name in r.grads], grads, self.calls)
 
     def state_dict(self) -> dict[str, int]:
         """The number of calls, on which schedules and random rounding depend."""
@@ -94,6 +110,8 @@ class ThreePass(_Step):
         scaler: the `torch.amp.GradScaler` of the loop. `p.grad` gets r.grads times its scale, as from
             `scaler.scale(loss).backward()`; `scaler.unscale_`, `scaler.step` and `scaler.update` follow as usual.
         process_group: without `DistributedDataParallel`, the ranks that share the batch; default: all ranks.
+
+    Loops that call `backward()` themselves use `step.loss(x, y)`, which returns a loss.
 
     Several ranks: the batch is that of all ranks, and the gradients are expected to be averaged over them.
     `DistributedDataParallel` does it; without it, averaging `p.grad` is up to you. r.loss, r.input_loss and r.output
@@ -137,17 +155,80 @@ class ThreePass(_Step):
         Options(self.alpha(0), **self.options)
         super().__init__(model, loss_fn, compile)
         self.scaler = scaler
+        self.result: Result | None = None
 
     def __call__(self, x: Any, y: Any) -> Result:
         """Runs one step on a batch and adds its gradients to `p.grad`."""
-        ranks = count_ranks(self.model, self.process_group)
-        options = Options(self.alpha(self.calls), ranks=ranks, **self.options)
-        third = self.calls % self.every == 0
+        options, third = self._options()
 
         def run(model: nn.Module, x: Any) -> Result:
-            return engine.run(model, self.loss_fn, x, y, _inside(self.model, model, options), third=third)
+            return self._run(model, x, y, options, third)
 
         return self._step(x, y, run, lambda: three_pass_call(self.model, self.loss_fn, options, third))
+
+    def loss(self, x: Any, y: Any) -> Tensor:
+        """Runs one step on a batch; returns the loss, whose `backward()` adds the step's gradients.
+
+        For loops that call `backward()` themselves. The gradients are multiplied by whatever the loss is multiplied
+        with, and go through autograd's own accumulation: loss scaling, division by the number of micro-batches,
+        `no_sync` and hooks work as for any loss. `step.result` is the `Result` of the call.
+
+        With batch_size=B, backward gives B / n times what the call itself adds, n being the samples of x and of all
+        ranks: the gradient of a mean over x, so that a loop which divides the losses of its k micro-batches by k, as
+        usual, arrives at the gradient of the whole batch.
+        """
+        if self.scaler is not None:
+            raise ValueError("pass the loss to scaler.scale(), and no scaler= to ThreePass")
+        options, third = self._options()
+        mean = 1.0 if options.batch_size is None else options.part(0) / check_x(x, options)
+
+        def run(model: nn.Module, x: Any) -> Result:
+            return self._run(model, x, y, options, third)
+
+        if isinstance(self.model, DistributedDataParallel):
+            loss, self.result = self._through_ddp(self.model, x, run, mean)
+        else:
+            call = three_pass_call(self.model, self.loss_fn, options, third)
+            steps, eager = self.compiled, partial(run, self.model, x)
+            self.result = eager() if steps is None else steps(x, y, call, eager, self.calls, add=False)
+            assert self.result is not None
+            with torch.inference_mode(False), torch.enable_grad():
+                loss = self._carried(self.model, self.result, mean).loss()
+        self.calls += 1
+        return loss
+
+    def _options(self) -> tuple[Options, bool]:
+        """The options of the next call, and whether it runs the third pass."""
+        ranks = count_ranks(self.model, self.process_group)
+        return Options(self.alpha(self.calls), ranks=ranks, **self.options), self.calls % self.every == 0
+
+    def _run(self, model: nn.Module, x: Any, y: Any, options: Options, third: bool) -> Result:
+        return engine.run(model, self.loss_fn, x, y, _inside(self.model, model, options), third=third)
+
+
+def loss(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    x: Any,
+    y: Any,
+    alpha: float = 0.1,
+    reduction: str = "batch",
+    mode: str = "paper",
+    strength: float | None = None,
+    input_at: str | None = None,
+    batch_size: int | None = None,
+    penalty: Penalty = "l2",
+    wrt: Wrt = None,
+) -> Tensor:
+    """`ThreePass(model, loss_fn, ...).loss(x, y)`: the loss of a batch, whose `backward()` adds three-pass gradients.
+
+        loss = threepass.loss(model, loss_fn, x, y, strength=0.1)   # in place of loss = loss_fn(model(x), y)
+        loss.backward()                                             # or accelerator.backward(loss), scaler.scale(loss)
+
+    For compiled steps, `every`, and alpha as a schedule, make a `ThreePass` and call its `loss`.
+    """
+    step = ThreePass(model, loss_fn, alpha, reduction, mode, strength, input_at, batch_size, penalty=penalty, wrt=wrt)
+    return step.loss(x, y)
 
 
 class GradientStep(_Step):

@@ -15,17 +15,16 @@ from .tables import text
 from .worker import write
 
 PATIENCE = 1800  # seconds for a case
-THREE: dict[str, Any] = {"methods": ("plain", "paper", "exact"), "eager": False, "rounds": 9}
-FOUR: dict[str, Any] = THREE | {"methods": ("plain", "paper", "exact", "alpha1")}
+COMPILED: dict[str, Any] = {"eager": False, "rounds": 9}
 VIT_TINY = {"depth": 12}
 SUITES = {
     "gpu": (
-        Case("mlp", batch=256, precision="tf32", **FOUR),
-        Case("resnet18", batch=256, precision="tf32", **THREE),
-        Case("resnet18", batch=256, precision="bf16", **THREE),
-        Case("vit", VIT_TINY, batch=256, precision="bf16", **THREE),
-        Case("plain20", batch=128, precision="bf16", **FOUR),
-        Case("plain20", batch=1024, precision="bf16", **THREE),
+        Case("mlp", batch=256, precision="tf32", **COMPILED),
+        Case("resnet18", batch=256, precision="tf32", **COMPILED),
+        Case("resnet18", batch=256, precision="bf16", **COMPILED),
+        Case("vit", VIT_TINY, batch=256, precision="bf16", **COMPILED),
+        Case("plain20", batch=128, precision="bf16", **COMPILED),
+        Case("plain20", batch=1024, precision="bf16", **COMPILED),
         Case("plain20", batch=128, precision="tf32", rounds=9),
     ),
     "cpu": (Case("plain20", batch=128, precision="float32", device="cpu", threads=2, rounds=15),),

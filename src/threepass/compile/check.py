@@ -16,7 +16,7 @@ of the eager run, or when it is not finite where the reference is. Three figures
 
 Gradients are affine in the weights of the two terms, g = back * B + third * T, and T is usually far smaller than B. So
 the programs run at third = 0 and at third = k, with k such that k T is `AMPLIFIED` times as large as back * B, and
-back * B and k T, the difference, are compared each by itself. What a step writes to (running statistics) is compared by
+back * B and k T, the difference, are compared separately. What a step writes to (running statistics) is compared by
 how far it moved.
 
 One eager run is one draw of rounding errors. Where a net magnifies them (a batch norm over three numbers) another draw

@@ -184,7 +184,7 @@ class Dependencies:
         elif id(value) in self._paths:
             self.items[path] = ("as", self._paths[id(value)])
         else:
-            if not isinstance(value, types.MethodType):  # made anew whenever somebody asks for it
+            if not isinstance(value, types.MethodType):  # a new object at every access
                 self._paths[id(value)] = path
             self._alive.append(value)
             self._composite(path, value, names, depth)

@@ -34,7 +34,8 @@ def functional(graph: GraphModule, inputs: Sequence[Tensor]) -> GraphModule:
 def declare_statistics(graph: Graph) -> None:
     """Batch norms in training mode by the operation whose schema says that it writes to the running statistics.
 
-    `native_batch_norm` and cuDNN's do so without saying it, and would be dropped where nobody reads their output.
+    The schemas of `native_batch_norm` and cuDNN's do not declare these writes, so dead-code elimination would drop an
+    unused one.
     """
     for node in list(graph.nodes):
         if node.target in (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default) and node.args[5]:

@@ -95,7 +95,7 @@ class Programs(Generic[P]):
         return [entry for entry in self._entries.values() if entry.program is not None]
 
     def reset(self) -> None:
-        """Forgets everything: each signature is captured anew."""
+        """Discards everything, so that each signature is captured again."""
         self._entries.clear()
         self._newest, self._due = None, None
         self._wasted = self._failed = self._unsettled = 0

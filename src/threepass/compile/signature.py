@@ -163,6 +163,6 @@ def inputs_in_words(flat: list[Any]) -> str:
 
 
 def _dense(z: Tensor) -> Tensor:
-    """A part of a larger tensor as one of its own: its place in a CUDA graph has no gaps."""
+    """A contiguous copy of a view with gaps, as a CUDA graph's input has none."""
     nhwc = z.dim() == 4 and z.is_contiguous(memory_format=torch.channels_last)
     return z if z.is_contiguous() or nhwc else z.contiguous()

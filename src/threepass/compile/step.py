@@ -22,6 +22,7 @@ from ..core.gradient_loss import GradientOptions, GradientResult
 from ..core.options import Options, check_model
 from ..core.scaler import scaled
 from ..errors import CaptureError
+from ..numerics.precision import weights_dtype
 from ..tape.state import unchanged_on_error
 from .capture import Captured, capture
 from .cuda_graph import CudaGraph
@@ -92,14 +93,17 @@ class Step:
     def graph_bytes(self) -> int | None:
         return self.captured.graph_bytes
 
-    def __call__(self, weights: Tensor, seed: Tensor, tensors: list[Tensor], scaler: GradScaler | None = None) -> Any:
-        """Runs the step; adds to `p.grad`, times the scale of a scaler."""
+    def __call__(
+        self, weights: Tensor, seed: Tensor, tensors: list[Tensor], scaler: GradScaler | None = None, add: bool = True
+    ) -> Any:
+        """Runs the step; adds to `p.grad`, times the scale of a scaler, unless add=False."""
         static = self.captured.graph is not None
         if static:
             self._keep_sums()
         outputs = self.captured(weights, seed, *tensors)
         count = len(self.parameters)
-        self._add(scaled(outputs[:count], scaler))
+        if add:
+            self._add(scaled(outputs[:count], scaler))
         starts = range(count, (len(self.dicts) + 1) * count, count)
         named = [dict(zip(self.names, outputs[i : i + count], strict=True)) for i in starts]
         rest = outputs[(len(self.dicts) + 1) * count :]
@@ -143,7 +147,7 @@ def _copy(z: Any) -> Any:
 
 
 class Unavailable:
-    """Stands in `r.output` for an object that a captured program cannot make anew, such as a cache of keys and values.
+    """Stands in `r.output` for an object that a captured program cannot recreate, such as a cache of keys and values.
 
     Its tensors would be those of the capture. Whoever reads an attribute of it gets an error that says so.
     """
@@ -156,7 +160,7 @@ class Unavailable:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"the model returned a {self._kind} here; a captured step gives only tensors anew, in tuples, lists, dicts "
+            f"the model returned a {self._kind} here; a captured step returns only tensors, in tuples, lists, dicts "
             "and containers that PyTorch knows. Run this step with compile=False, or let the model return the tensors"
         )
 
@@ -203,7 +207,7 @@ class CompiledSteps:
         return sum(b for b in each if b is not None) if any(b is not None for b in each) else None
 
     def reset(self) -> None:
-        """Forgets all programs: every signature is captured anew."""
+        """Discards all programs, so that every signature is captured again."""
         self.programs.reset()
         self._newest = None
 
@@ -221,8 +225,9 @@ class CompiledSteps:
         eager: Callable[[], AnyResult],
         calls: int,
         scaler: GradScaler | None = None,
+        add: bool = True,
     ) -> Any:
-        """A step, the one after so many calls, added to `p.grad`; `eager` runs it where there is no program."""
+        """The step after so many calls, added to `p.grad` if `add`; `eager` runs it where there is no program."""
         step = None
         try:
             flat, spec = flattened(x, y)
@@ -240,7 +245,8 @@ class CompiledSteps:
             return self.programs.eagerly(eager, next(self.model.parameters()).device)
         with torch.inference_mode(False):
             tensors = [z for z in flat if isinstance(z, Tensor)]
-            return step(self._weights_of(call.weights), self._seed_for(step.captured.program, calls), tensors, scaler)
+            seed = self._seed_for(step.captured.program, calls)
+            return step(self._weights_of(call.weights), seed, tensors, scaler, add)
 
     def _weights_of(self, weights: tuple[float, float]) -> Tensor:
         """(back, third) on the model's device; each pair is sent there once."""
@@ -249,7 +255,7 @@ class CompiledSteps:
         if key not in self._weights:
             if len(self._weights) > 4096:  # a schedule that never repeats itself
                 self._weights.clear()
-            dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+            dtype = weights_dtype(self.model.parameters())
             self._weights[key] = torch.tensor(weights, dtype=dtype, device=p.device)
         return self._weights[key]
 

@@ -13,7 +13,7 @@ among: a rank then computes the gradient of R / B times the sum of its samples' 
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-Pairs = tuple[Sequence[nn.Parameter], Sequence[Tensor]]
+from .carried import Carried
 
 
 def count_ranks(model: nn.Module, process_group: Any = None) -> int:
@@ -79,31 +79,29 @@ def _check_recorded(ddp: DistributedDataParallel) -> None:
             )
 
 
-def add_through(ddp: DistributedDataParallel, x: Any, passes: Callable[[nn.Module, Any], Pairs]) -> None:
-    """Runs `passes(module, x)` in the place of the forward of the wrapped module, and adds their gradients to `p.grad`.
+def loss_through(ddp: DistributedDataParallel, x: Any, passes: Callable[[nn.Module, Any], Carried]) -> Tensor:
+    """Runs `passes(module, x)` in the place of the forward of the wrapped module; returns the loss with its gradients.
 
     DistributedDataParallel learns in its forward which parameters take part, and averages gradients when their
     accumulation in a backward pass is done. The three passes make a backward pass of their own, which it must not take
     for that one. So they run as a whole inside its forward, after it has broadcast the buffers, and what it gets as the
-    output of the module is a zero that depends on the parameters; the backward pass of that zero yields the gradients.
-    Everything that it does in a training step (`no_sync`, `join`, find_unused_parameters, static_graph, communication
-    hooks) then works as in plain training.
+    output of the module is the loss; the backward pass of that loss yields the gradients. Everything that it does in a
+    training step (`no_sync`, `join`, find_unused_parameters, static_graph, communication hooks) then works as in plain
+    training.
     """
     _check_wrapper(ddp)
     module = ddp.module
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:  # on the module's device: DistributedDataParallel moves x there
         moved = args if isinstance(x, tuple) else kwargs if isinstance(x, Mapping) else args[0]
-        parameters, grads = passes(module, moved)
-        return _Carrier.apply(grads, *parameters)
+        return passes(module, moved).loss()
 
     with torch.inference_mode(False), torch.enable_grad():
         ddp.module = _StandIn(module, forward)
         try:
-            zero = ddp(*x) if isinstance(x, tuple) else ddp(**x) if isinstance(x, Mapping) else ddp(x)
+            return ddp(*x) if isinstance(x, tuple) else ddp(**x) if isinstance(x, Mapping) else ddp(x)
         finally:
             ddp.module = module
-        zero.backward()
 
 
 def _check_wrapper(ddp: DistributedDataParallel) -> None:
@@ -126,16 +124,3 @@ class _StandIn(nn.Module):
         super().__init__()
         self.forward = forward
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
-
-
-class _Carrier(torch.autograd.Function):
-    """A zero whose backward pass gives each parameter its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, grads: Sequence[Tensor], *parameters: Tensor) -> Tensor:
-        ctx.grads = grads
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, error: Tensor) -> Any:
-        return None, *ctx.grads

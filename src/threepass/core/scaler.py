@@ -18,7 +18,12 @@ def scaled(grads: Sequence[Tensor], scaler: GradScaler | None) -> Sequence[Tenso
     """grads times the scale, which is not read on the host."""
     if scaler is None or not scaler.is_enabled():
         return grads
-    scales = {device: scaler.scale(torch.ones((), device=device)) for device in {g.device for g in grads}}
-    if len(scales) == 1 and not any(g.is_sparse for g in grads):
-        return foreach_mul(list(grads), scales[grads[0].device])
-    return [g * scales[g.device] for g in grads]
+    return times(grads, scaler.scale(torch.ones((), device=grads[0].device)))
+
+
+def times(grads: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
+    """grads times a scalar, on whatever devices they are."""
+    factors = {device: factor.to(device) for device in {g.device for g in grads}}
+    if len(factors) == 1 and not any(g.is_sparse for g in grads):
+        return foreach_mul(list(grads), factors[grads[0].device])
+    return [g * factors[g.device] for g in grads]

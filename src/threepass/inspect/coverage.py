@@ -95,7 +95,7 @@ def _rows(model: nn.Module, tape: Record, operations: list[Operation]) -> tuple[
         reason = failed.get((op.module, op.name))
         made = op.map() is not None
         for _, weight in op.weights:
-            for p in _parameters_behind(weight):
+            for p in _parameters_of(weight):
                 if p in uses:
                     rule = "unsupported" if reason else "fast" if made else "generic"
                     why = reason or (
@@ -105,7 +105,7 @@ def _rows(model: nn.Module, tape: Record, operations: list[Operation]) -> tuple[
                         why += ", then the chain rule"
                     uses[p].append(Row(names[p], op.name, rule, why))
     for source, _, _ in tape.inputs:
-        for p in _parameters_behind(source) if source.requires_grad else ():
+        for p in _parameters_of(source) if source.requires_grad else ():
             if p in uses:
                 why = "lies before the input: backpropagation's gradient, in exact mode the input loss's too"
                 uses[p].append(Row(names[p], "(before the input)", "generic", why))
@@ -116,7 +116,7 @@ def _rows(model: nn.Module, tape: Record, operations: list[Operation]) -> tuple[
     return tuple(dict.fromkeys(row for rows in uses.values() for row in rows))
 
 
-def _parameters_behind(weight: Tensor) -> list[Tensor]:
+def _parameters_of(weight: Tensor) -> list[Tensor]:
     """The leaves that a weight is computed from."""
     if weight.is_leaf:
         return [weight]

@@ -138,7 +138,7 @@ def predicted(
     p = 1 / gain(nonlinearity)
     layers = list(zip(fans, weights, strict=True))
     back = [error]
-    for (_, n_out), w in reversed(layers):  # eq2, from behind: Var[Delta u^{i+1}], then Var[Delta v^i]
+    for (_, n_out), w in reversed(layers):  # eq2, from the last layer: Var[Delta u^{i+1}], then Var[Delta v^i]
         back.append(back[-1] * (p if len(back) > 1 else 1) * n_out * w)
     pass2 = back[:0:-1]
     rows, v, square, m1, m2 = [], x, x, 1.0, 1.0

@@ -1,4 +1,4 @@
-"""The device that a kernel is launched on."""
+"""The device that a kernel is launched on, and how many programs it runs at once."""
 
 import functools
 from collections.abc import Callable
@@ -24,3 +24,13 @@ def on_its_device(launcher: Callable[Concatenate[Tensor, P], R]) -> Callable[Con
             return launcher(first, *args, **kwargs)
 
     return launch
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors the GPU has; of a CPU, where kernels are interpreted, one."""
+    return _multiprocessors(device.index) if device.type == "cuda" else 1
+
+
+@functools.cache
+def _multiprocessors(index: int | None) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count

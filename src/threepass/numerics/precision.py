@@ -15,6 +15,7 @@ in fp16 t underflows. So wherever an operation ran in a half format
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -29,6 +30,12 @@ def power_of_two(largest: Tensor) -> Tensor:
     """The power of two at or under `largest`; 1 where that is zero or not finite."""
     exponent = torch.floor(torch.log2(largest.float()))
     return torch.where(torch.isfinite(exponent), torch.exp2(exponent.clamp(-100, 100)), torch.ones_like(exponent))
+
+
+def weights_dtype(parameters: Iterable[Tensor]) -> torch.dtype:
+    """The format of the two terms' weights where they are tensors: float64 if any parameter has it, else float32."""
+    wide = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
+    return torch.float64 if wide else torch.float32
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

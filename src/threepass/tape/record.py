@@ -141,12 +141,8 @@ class Record(Activations):
         kwargs = kwargs or {}
         if func is Tensor.register_hook:
             return self._register_hook(*args, **kwargs)
-        if func is torch.autograd.grad and any(map(self.is_active, tensors_in((*args, *kwargs.values())))):
-            self.problem(
-                "autograd.grad",
-                "the model computes a gradient of its own output (forces, say)",
-                "return the value itself, and put the loss on its gradient by threepass.gradient_step",
-            )
+        if func is torch.autograd.grad and self.recording:
+            self._check_own_gradient((*args, *kwargs.values()))
         if func not in self._inside and (body := python_body(func)) is not None:
             self._inside.append(func)
             try:
@@ -235,6 +231,14 @@ class Record(Activations):
         for i, _ in op.active:
             if i not in op.written:
                 self._readers[storage_of(op.values[i])].append((op, i))
+
+    def _check_own_gradient(self, arguments: tuple[Any, ...]) -> None:
+        if any(map(self.is_active, tensors_in(arguments))):
+            self.problem(
+                "autograd.grad",
+                "the model computes a gradient of its own output (forces, say)",
+                "return the value itself, and put the loss on its gradient by threepass.gradient_step",
+            )
 
     def _register_hook(self, z: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """A hook on an activation: autograd finds errors before hooks, and the weights need what comes behind them."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .._torch_compat import has_gradient_hooks
 from ..compile.step import capturable, laid_out
 from ..errors import CaptureError
+from ..numerics.precision import weights_dtype
 from ..tape.state import unchanged_on_error
 from .optimizer import is_graphable, lr_in, state_tensors
 from .recorder import Recorder, Recording
@@ -127,7 +128,7 @@ class CapturedSteps(Steps):
         x, y = self.batches.cut(self.drawn[:, at])
         back, third, lr, seed = self.table.index_select(0, place)[0].unbind()
         named = dict(self.model.named_parameters())
-        dtype = torch.float64 if next(iter(named.values())).dtype == torch.float64 else torch.float32
+        dtype = weights_dtype(named.values())
         signature = self.recorder.programs.signature
         with in_precision(self.config, self.device), capturable(self.model, signature):
             options = self.schedule.options(position)

@@ -3,7 +3,7 @@
 What is recorded is a function of a counter, and works on tensors that stay where they are: the counter, parameters, the
 optimizer's state, sums. Tracing it and warming it up run it, so a context from the caller puts all of these back.
 Recordings are found by the signature of the model and the loss, as `ThreePass(compile=True)` finds its programs: after
-a change between two steps the step is recorded anew.
+a change between two steps the step is recorded again.
 """
 
 import contextlib

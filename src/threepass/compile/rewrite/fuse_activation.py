@@ -1,9 +1,9 @@
-"""Puts the activations' kernel into a captured step's graph, where an error behind one is summed over rows.
+"""Puts the activations' kernel into a captured step's graph, where an activation's input error is summed over rows.
 
-In pass 2, and on exact mode's way back, where it takes the term with f'' along and makes u again for the gradient of
-the weight behind the activation: kept for that since pass 1, u would be an eighth of a ViT's memory.
+In pass 2, and in exact mode's last backward pass, where it adds the term with f'' and recomputes u for the gradient of
+the weight downstream: kept since pass 1, u would be an eighth of a ViT's memory.
 
-What GELUs are left, in half formats on a GPU, are written out with one exponential (`half_gelu.py`).
+The other GELUs, in half formats on a GPU, are decomposed with one exponential (`half_gelu.py`).
 """
 
 import functools
@@ -44,7 +44,7 @@ def _kind(node: Any) -> str:
 def _fuse(graph: Graph, node: Any) -> None:
     """The call in place of f'(a) r, or of that and f''(a) d t."""
     r, a = node.args
-    d, t, errors = _bend_behind(node, a) or (None, None, [node])
+    d, t, errors = _bend_after(node, a) or (None, None, [node])
     signals = [z for z in (a, r, d, t) if z is not None]
     sums = [n for e in errors for n in column_sums(e)]
     fits = activation.fits(*map(value_of, signals)) and value_of(errors[0]).dtype == value_of(a).dtype
@@ -64,7 +64,7 @@ def _fuse(graph: Graph, node: Any) -> None:
         _move(n, u)
 
 
-def _bend_behind(node: Any, a: Any) -> tuple[Any, Any, list[Any]] | None:
+def _bend_after(node: Any, a: Any) -> tuple[Any, Any, list[Any]] | None:
     """d, t and the sums e, in the format in which they are read, of which the node is the first term."""
     total = next(iter(node.users)) if len(node.users) == 1 else None
     found: dict[str, Any] = {}
@@ -106,7 +106,7 @@ def _made_again(node: Any, a: Any) -> list[Any]:
 
 
 def _move(old: Any, u: Node) -> None:
-    """Gives u to old's readers, and puts them behind it."""
+    """Gives u to the users of old, and moves them after it."""
     for view in list(old.users):
         products = [n for n in view.users if n < u]
         view.replace_input_with(old, u)

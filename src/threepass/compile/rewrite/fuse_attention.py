@@ -1,7 +1,7 @@
-"""Exact mode's errors of queries, keys and values, where one weight made all three: written side by side.
+"""Exact mode's errors of queries, keys and values, where one weight computes all three: written side by side.
 
-The way back stacks them and copies the stack into the order of that weight's output, (batch, tokens, 3, heads, width):
-the kernel writes them so.
+The backward pass stacks them and copies the stack into the order of that weight's output, (batch, tokens, 3, heads,
+width): the kernel writes them so.
 """
 
 import operator

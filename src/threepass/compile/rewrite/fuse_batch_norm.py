@@ -2,10 +2,10 @@
 
     pass 3            sum t,  sum x̂ t  and, for the scale's gradient,  sum d t
     pass 2            sum d,  sum x̂ d
-    exact, way back   the same sums of R{d}
+    exact mode        the same sums of R{d}, in its last backward pass
 
-An error behind a residual block is made in the same kernel. One behind a rectifier is a gate of something in memory:
-there the kernel has the gate, and the compiler makes the error once more where it needs it.
+The error of a residual block's output is computed in the same kernel. The error of a rectifier's input is a tensor in
+memory with a gate: there the kernel applies the gate, and Inductor recomputes the error where it is used.
 """
 
 import operator

@@ -43,7 +43,7 @@ def _fits_forward(node: Any) -> bool:
         is_3x3(*node.args[3:9])
         and conv.fits(node.args[3][0], a, weight=w.shape)
         and a.dtype == w.dtype
-        and few(w, value_of(node), LIMITLESS if w.shape[1] <= THIN else PIXELS if _gate_behind(node) else 0)
+        and few(w, value_of(node), LIMITLESS if w.shape[1] <= THIN else PIXELS if _gate_after(node) else 0)
     )
 
 
@@ -60,7 +60,7 @@ def _fits_backward(node: Any) -> bool:
     )
 
 
-def _gate_behind(node: Any) -> Any:
+def _gate_after(node: Any) -> Any:
     """The rectifier, or the gate, that alone reads the node."""
     (user, *others) = node.users
     is_gate = user.target in (_aten.relu.default, gated, marked) or (
@@ -71,31 +71,31 @@ def _gate_behind(node: Any) -> Any:
 
 def _error_gate(result: Any) -> Any:
     """The gate of an input error, unless it is made from a norm's input, which the norm's own kernels read."""
-    behind = _gate_behind(result)
-    return behind if behind is not None and behind.target in _GATES and behind.args[1].target is not rectified else None
+    after = _gate_after(result)
+    return after if after is not None and after.target in _GATES and after.args[1].target is not rectified else None
 
 
 def _fuse_forward(graph: Graph, node: Any) -> None:
     a, w, bias, (stride, _) = node.args[:4]
-    behind = _gate_behind(node)
-    if behind is not None and behind.target is _aten.relu.default:
-        put(behind, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, True, None))
-    elif behind is not None and behind.target is gated:
-        put(behind, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, behind.args[1]))
-    elif behind is not None and bias is None and (mix := _mix_behind(behind)) is not None:
+    after = _gate_after(node)
+    if after is not None and after.target is _aten.relu.default:
+        put(after, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, True, None))
+    elif after is not None and after.target is gated:
+        put(after, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, after.args[1]))
+    elif after is not None and bias is None and (mix := _mix_after(after)) is not None:
         u, _, ratio, seed = mix.args
-        with graph.inserting_before(behind):
+        with graph.inserting_before(after):
             arguments = (a, w, stride, u, ratio, seed)
             both = call(graph, torch.ops.threepass.conv3x3_tangent.default, arguments)
-        put(behind, operator.getitem, (both, 0))
+        put(after, operator.getitem, (both, 0))
         put(mix, operator.getitem, (both, 1))
-    elif _error_gate(node) is not None and behind.target is not marked:
-        put(behind, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, None, behind.args[1]))
+    elif _error_gate(node) is not None and after.target is not marked:
+        put(after, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, None, after.args[1]))
     else:
         put(node, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, None))
 
 
-def _mix_behind(gate: Any) -> Any:
+def _mix_after(gate: Any) -> Any:
     """The mix a + ratio t of a gate's output a with the tangent t that passes it."""
     mixes = [
         n for n in gate.users if n.target is torch.ops.threepass.mix.default and n.args[:2] == (gate.args[1], gate)
@@ -109,8 +109,8 @@ def _fuse_backward(graph: Graph, node: Any) -> None:
     (result,) = node.users
     if for_input:
         size = list(value_of(a).shape[2:])
-        behind = _error_gate(result)
-        target, opened = (result, None) if behind is None else (behind, behind.args[1])
+        after = _error_gate(result)
+        target, opened = (result, None) if after is None else (after, after.args[1])
         put(target, torch.ops.threepass.conv3x3_input.default, (d, w, stride, size, opened))
         return
     channels_last = value_of(w).is_contiguous(memory_format=torch.channels_last)

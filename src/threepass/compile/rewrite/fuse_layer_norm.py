@@ -1,11 +1,11 @@
 """Puts the layer norm's kernels into a captured step's graph, in place of what `rules/norm.py` writes in pass 3.
 
-The sum t_1 + t_2 of a residual connection goes with it. In exact mode the way back goes too, as the second kernel, with
-the sum of R{d} over a residual connection. Where x̂, 1 / std or t̂ has a reader that neither serves, the graph stays as
-it is.
+The sum t_1 + t_2 of a residual connection is fused into it. In exact mode the last backward pass is fused too, into the
+second kernel, with the sum of R{d} over a residual connection. Where x̂, 1 / std or t̂ has a user that neither kernel
+replaces, the graph stays as it is.
 
-The kernels' signals lie in memory row by row. Where others did, they are put so from the start; but not in a graph
-that looks at memory itself (`as_strided`, from operations in place).
+The kernels need signals that are contiguous by rows. Signals with other strides are computed that way from the start;
+but not in a graph that depends on strides itself (`as_strided`, from in-place operations).
 """
 
 import operator
@@ -57,7 +57,7 @@ _BENT = ((_add, _jacobian(_scaled("r")), _CURVED[0]), (_add, _jacobian("r"), _CU
 
 @dataclass
 class _Bend:
-    """Exact mode's way back through a layer norm."""
+    """Exact mode's last backward pass through a layer norm."""
 
     d: Any
     r: Any
@@ -138,7 +138,7 @@ def _norm_at(t_hat: Any, fixed: bool) -> _Norm | None:
 
 
 def _bend_at(known: dict[str, Any], norm: _Norm) -> _Bend | None:
-    """The way back through the norm with x̂ and 1 / std as `known`, if the kernel can stand for it."""
+    """The last backward pass through the norm with x̂ and 1 / std as `known`, if the kernel can replace it."""
     curved = next((n for m in known["rstd"].users if m.target is _neg for n in m.users), None)
     total = None if curved is None else _only(curved, _add, lambda n: not n.kwargs)
     for pattern, node in zip((*_BENT, *_CURVED), (total, total, curved, curved), strict=True):
@@ -218,7 +218,7 @@ def _sum_over_rows(product: Any, rows: list[int]) -> tuple[Any, Any]:
 
 
 def _sums_of(z: Any, rows: list[int], place: Any) -> list[Any]:
-    """z summed over rows behind a place, as rows of C."""
+    """z summed over rows after a node, as rows of C."""
     totals = [n for n in z.users if n.target is _sum and list(n.args[1:]) == [rows, True]]
     sums = [_only(total, _view, lambda n: value_of(n).dim() == 1) for total in totals]
     return [out for out in sums if out is not None and place < out]
@@ -308,7 +308,7 @@ def _pass_on(node: Any, new: Node, readers: list[Any]) -> None:
 
 
 def _parts(norm: _Norm, t_hat: Any) -> tuple[list[Any], list[Any]]:
-    """The two tangents whose sum t is, and who else reads t: then behind the call. Or t, and None."""
+    """The two tangents whose sum is t, and t's other users, which then follow the call. Or t, and None."""
     t = norm.t
     if t.target is not _aten.add.Tensor or t.kwargs or not all(isinstance(z, Node) for z in t.args):
         return [t, None], []

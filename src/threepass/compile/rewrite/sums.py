@@ -1,10 +1,10 @@
 """Sums: each taken once, and next to other sums of the same tensor.
 
-Pass 3 needs statistics that pass 1 took; once the compiler has written both out as sums, one of the two goes. And the
-compiler puts a sum off until it is read, for a gradient at the very end, too far from other sums of the same tensor to
-take them in one go: it goes back to its operands.
+Pass 3 needs statistics that pass 1 computed; once Inductor has decomposed both into sums, the duplicates are removed.
+And Inductor schedules a sum where it is used, for a gradient at the very end, too far from other sums of the same
+tensor to be fused with them: each is moved to directly after its operands.
 
-The error of a residual block's output is read by many: it is computed once, as a tensor of its own.
+The error of a residual block's output has many users: it is materialised once.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ def share_sums(graph: Graph) -> None:
 
 
 def take_sums_early(graph: Graph) -> None:
-    """Puts each sum over images, and what only it reads, behind the last of its operands."""
+    """Moves each sum over images, and nodes that only it uses, to directly after the last of its operands."""
     for node in list(graph.nodes):
         if node.target is not _aten.sum.dim_IntList or node.args[0].meta["val"].dim() != 4:
             continue
@@ -68,7 +68,7 @@ def _hashable(key: Any) -> Any:
 
 
 def keep_gated_sums(graph: Graph) -> None:
-    """The errors behind residual blocks, which several read, or a norm twice, as tensors of their own."""
+    """Materialises the errors of residual blocks' outputs that have several users, or a norm that uses them twice."""
     for node in graph.nodes:
         if node.target is not _aten.threshold_backward.default or node.args[2] != 0:
             continue

@@ -1,13 +1,13 @@
-"""Errors behind a smooth activation u = f(a), with what the weights around it need, in one reading of the signals.
+"""The backward pass through a smooth activation u = f(a), fused with what the neighbouring weights need.
 
-    e    = f'(a) r                   pass 2's error of a, from that of u; exact mode's way back with d and t:
-    e    = f'(a) r + f''(a) d t      r = R{d}, d the error of u and t the tangent of a
-    sums = sum e                     over all rows, in float32, before it is rounded: a shift's gradient
-    u    = f(a)                      made again for the gradient of the weight behind it
+    e    = f'(a) r                   pass 2: the error of a from r, the error of u
+    e    = f'(a) r + f''(a) d t      exact mode's last backward pass: r = R{d}, d the error of u, t the tangent of a
+    sums = sum e                     over all rows, in float32, before e is rounded: the gradient of a bias
+    u    = f(a)                      recomputed for the gradient of the weight downstream
 
-a, r, d, t, e, u: (..., C); sums: (C). f: see `KINDS`. A custom operation, which the compiler takes as it is: by itself
-it takes the sums in a kernel that reads e once more. Where `fits` says so it is a Triton kernel
-(`triton_kernel.py`), else plain PyTorch.
+a, r, d, t, e, u: (..., C); sums: (C). f: see `KINDS`. Each signal is read once. This is a custom operation, opaque to
+the compiler, because Inductor would compute the sums in a second kernel that reads e again. Where `fits` holds it is a
+Triton kernel (`triton_kernel.py`), else plain PyTorch.
 """
 
 from collections.abc import Callable

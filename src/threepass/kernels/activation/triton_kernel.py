@@ -1,4 +1,4 @@
-"""The Triton kernel behind this package's operation. Memory is a matrix of rows x columns.
+"""The Triton kernel of this package's operation. Memory is a matrix of rows x columns.
 
 A program takes some columns of a part of the rows; a second kernel adds up the parts' sums in a fixed order.
 """
@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import on_its_device
+from ..launch import multiprocessors, on_its_device
 from ..sums_triton import add_up
 from . import half_gelu
 
-PROGRAMS = 132 * 8  # of 4 warps: what an H200 holds at once
+PROGRAMS = 8  # of 4 warps, on each multiprocessor: what an H200 holds at once
 COLUMNS, BYTES = 128, 4096  # of a tile, at most
 
 P, DENSITY = tl.constexpr(half_gelu.P), tl.constexpr(half_gelu.DENSITY)
@@ -82,7 +82,7 @@ def error(
     columns = a.shape[-1]
     rows, width = a.numel() // columns, min(COLUMNS, triton.next_power_of_2(columns))
     block, tiles = BYTES // a.element_size() // width, triton.cdiv(columns, width)
-    part = triton.cdiv(triton.cdiv(rows, block), max(1, PROGRAMS // tiles)) * block
+    part = triton.cdiv(triton.cdiv(rows, block), max(1, PROGRAMS * multiprocessors(a.device) // tiles)) * block
     parts = triton.cdiv(rows, part)
     work = torch.empty((parts, columns), dtype=torch.float32, device=a.device)
     _error_kernel[(parts, tiles)](r, a, d, t, e, u, work, rows, part, KIND=kind, C=columns, BR=block, BC=width)

@@ -3,7 +3,7 @@
 
 q, t_q: (batch, heads, queries, n); k, t_k: (batch, heads, keys, n); v, t_v: (batch, heads, keys, w); u, d, r: (batch,
 heads, queries, w). A program has one head and one block i of queries (or j of keys), goes along the blocks of the other
-side, and computes S, P, t_S, ... of the two blocks anew from the operands. Products take the operands' format and add
+side, and recomputes S, P, t_S, ... of the two blocks from the operands. Products take the operands' format and add
 up in float32; softmax and row sums are in float32.
 
 A row's sums are taken on the fly, as in flash attention: with the largest score so far as the softmax's base, and with
@@ -309,7 +309,7 @@ def _bend_columns_kernel(
             tq_i = _load(t_q, b, h, tq_b, tq_h, tq_t, rows, queries, N, PADDED)
         if HAS_R:
             r_i = _load(r, b, h, r_b, r_h, r_t, rows, queries, W, PADDED)
-        lse = tl.load(at + rows, mask=rows < queries, other=float("inf"))  # P = 0 behind the last query
+        lse = tl.load(at + rows, mask=rows < queries, other=float("inf"))  # P = 0 after the last query
         rho = tl.load(at + apart + rows, mask=rows < queries, other=0.0)
         mean_d = tl.load(at + 2 * apart + rows, mask=rows < queries, other=0.0)
         mean_r = tl.load(at + 3 * apart + rows, mask=rows < queries, other=0.0)

@@ -1,18 +1,18 @@
-"""Batch norm's operations in a step: its numbers a channel, the gates that it leads to, and its sums.
+"""Batch norm's operations in a step: its two numbers per channel, gates computed from them, and its sums.
 
-norm_numbers    (w / std, b - mean w / std): in one piece, so that an expression with it reads little enough to be fused
-                into all its readers
-gated_sum       the error of a residual block's output, (g_1 + g_2) where its rectified output u is positive: it is read
-                many times, and a compiler that fused it would read all that it is made of each time. With a norm's
+norm_numbers    (w / std, b - mean w / std): one tensor, so that an expression with it has few enough inputs for
+                Inductor to fuse it into all its users
+gated_sum       the error of a residual block's output, (g_1 + g_2) where its rectified output u is positive: it
+                has many users, and if Inductor fused it into them each would read all of its inputs. With a norm's
                 numbers, u is recomputed from the norm's input.
 moments         of a tangent, or an error, z:  sum z,  sum x̂ z,  and with d and w  sum d z  and  sum d z / w; with the
                 norm's numbers, of z where the rectified norm of a is positive
 gated_moments   the first two of a residual block's error z, which is computed on the way as by `gated_sum`
 
-x̂ = (a - mean) rstd of the norm's input a; sums are rows of channels, in float32 or wider, each in one reading of what
-they are sums of. A scale w of zero counts as a tiny one (`scale.py`). Custom operations, which the compiler takes as
-they are: it would take such sums in one reading too, but end each in a kernel of its own. Where `fits` or `can_gate`
-says so they are Triton kernels (`triton_kernel.py`), else plain PyTorch.
+x̂ = (a - mean) rstd of the norm's input a; sums are rows of channels, in float32 or wider, all sums of a
+tensor in one read of it. A scale w of zero counts as a tiny one (`scale.py`). Custom operations, opaque to
+the compiler: Inductor would also read the tensor once, but finish each sum in a separate kernel. Where `fits` or
+`can_gate` holds they are Triton kernels (`triton_kernel.py`), else plain PyTorch.
 """
 
 import torch

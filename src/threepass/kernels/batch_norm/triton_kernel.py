@@ -1,4 +1,4 @@
-"""The Triton kernels behind this package's operations. An image in NHWC is a matrix of pixels x channels.
+"""The Triton kernels of this package's operations. An image in NHWC is a matrix of pixels x channels.
 
 A program takes the sums of some channels over a part of the pixels; a second kernel adds the parts in a fixed order.
 """
@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import on_its_device
+from ..launch import multiprocessors, on_its_device
 from .scale import TINY
 
-PROGRAMS = 264  # 2 for each processor of an H200
+PROGRAMS = 2  # on each multiprocessor
 CHANNELS, BYTES = 64, 8192  # of a tile, at most
 STAGES = 3  # tiles that are on their way
 
@@ -104,7 +104,7 @@ def _run(z, h, u, numbers, out, a, mean, rstd, d, w) -> Tensor:
     columns = min(CHANNELS, triton.next_power_of_2(channels))
     lines = max(1, BYTES // (z.element_size() * columns))
     tiles = triton.cdiv(channels, columns)
-    part = triton.cdiv(triton.cdiv(pixels, max(1, PROGRAMS // tiles)), lines) * lines
+    part = triton.cdiv(triton.cdiv(pixels, max(1, PROGRAMS * multiprocessors(z.device) // tiles)), lines) * lines
     parts = triton.cdiv(pixels, part)
     work = torch.empty((parts, rows, channels), dtype=torch.float32, device=z.device)
     mean, rstd, w = (None if v is None else v.contiguous() for v in (mean, rstd, w))

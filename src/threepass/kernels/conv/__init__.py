@@ -1,7 +1,7 @@
 """3 x 3 convolutions of few channels, with the elementwise operations around them, as operations of the three passes.
 
-    forward           pass 1 with its ReLU; pass 3 of a ReLU net with pass 2's gate, or with the ReLU's output for one
-    backward_input    pass 2: the error of the layer before, through its ReLU
+    forward           pass 1 with its ReLU; pass 3 of a ReLU net, gated by pass 2's error or by the ReLU's output
+    backward_input    pass 2: the error of the previous layer, through its ReLU
     backward_weight   d (x) m summed over samples and pixels, and the sum of d
     forward_tangent   pass 3: the tangent through a ReLU, and the mix a + ratio t
 
@@ -10,9 +10,9 @@ Padding 1, stride 1 or 2, no groups, no dilation. a: (n, i, h, w), W: (o, i, 3, 
 The error of a closed ReLU is written as minus zero, that of an open one never is: so d itself tells pass 3 which ReLUs
 are open, and pass 1's activations need not be kept for it.
 
-Each is a custom operation (`torch.ops.threepass`), which the compiler takes as it is: compiled into the compiler's own
-code the kernels were no faster, and took six times as long to compile. Where `fits` says so it is a Triton kernel
-(`triton_kernel.py`), else plain PyTorch.
+Each is a custom operation (`torch.ops.threepass`), opaque to the compiler: inlined into Inductor's code the kernels
+were no faster, and took six times as long to compile. Where `fits` holds it is a Triton kernel (`triton_kernel.py`),
+else plain PyTorch.
 """
 
 from collections.abc import Sequence

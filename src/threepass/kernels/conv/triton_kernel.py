@@ -1,4 +1,4 @@
-"""The Triton kernels behind this package's operations: 3 x 3 convolutions of few channels as implicit matrix products.
+"""The Triton kernels of this package's operations: 3 x 3 convolutions of few channels as implicit matrix products.
 
 Memory is NHWC. A program owns a tile of output pixels, in flattened (n, y, x) order, and all output channels. The
 products run along k = (3 ky + kx) C + c, the memory order of a patch's rows; accumulation is in float32. Sizes, strides
@@ -17,21 +17,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import on_its_device
+from ..launch import multiprocessors, on_its_device
 from ..product_triton import product
 from ..rounding_triton import rounded_randomly
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a product is cut: tiles of `pixels` x `k`; for weight gradients, `tiles` of k in each of `splits` parts."""
+    """How a product is cut: tiles of `pixels` x `k`.
+
+    Weight gradients have `tiles` of k in each part of the pixels, and `splits` parts for each multiprocessor.
+    """
 
     pixels: int
     k: int
     warps: int = 4
     stages: int = 1
     tiles: int = 1
-    splits: int = 1
+    splits: float = 1.0
 
 
 # Each is the fastest of a few that were timed on an H200 by `benchmarks/kernels_conv.py` for the layers of plain-20.
@@ -43,20 +46,20 @@ FORWARD = {
     (2, 64): Blocks(64, 64, 4, 3), (2, 128): Blocks(64, 64, 4, 3),
 }  # fmt: skip
 INPUT = FORWARD | {(4, 32): Blocks(64, 32, 2), (4, 64): Blocks(32, 64, 4, 3), (4, 128): Blocks(32, 64, 4, 3)}
-# The same, on the way back to an image's channels.
+# The same, for the error of an image, which has few channels.
 THIN_INPUT = INPUT | {(2, 64): Blocks(128, 64, 4, 3), (4, 64): Blocks(128, 64, 4, 2)}
 
 # By bytes and the input channels: tiles x k covers the 9 C rows of the gradient, or a part of them, and the grid the
 # rest.
 WEIGHT = {
-    (4, 4): Blocks(128, 32, splits=264), (4, 16): Blocks(64, 16, tiles=3, splits=132),
-    (4, 32): Blocks(64, 32, tiles=3, splits=88), (4, 64): Blocks(64, 64, tiles=3, splits=44),
-    (4, 128): Blocks(64, 64, splits=16),
-    (2, 4): Blocks(64, 32, splits=264), (2, 16): Blocks(64, 64, 4, 2, splits=132),
-    (2, 32): Blocks(64, 64, 4, 2, splits=132), (2, 64): Blocks(64, 64, 4, 2, splits=44),
-    (2, 128): Blocks(64, 64, 4, 2, splits=16),
+    (4, 4): Blocks(128, 32, splits=2), (4, 16): Blocks(64, 16, tiles=3, splits=1),
+    (4, 32): Blocks(64, 32, tiles=3, splits=2 / 3), (4, 64): Blocks(64, 64, tiles=3, splits=1 / 3),
+    (4, 128): Blocks(64, 64, splits=1 / 8),
+    (2, 4): Blocks(64, 32, splits=2), (2, 16): Blocks(64, 64, 4, 2, splits=1),
+    (2, 32): Blocks(64, 64, 4, 2, splits=1), (2, 64): Blocks(64, 64, 4, 2, splits=1 / 3),
+    (2, 128): Blocks(64, 64, 4, 2, splits=1 / 8),
 }  # fmt: skip
-NARROW_WEIGHT = Blocks(64, 64, tiles=3, splits=264)
+NARROW_WEIGHT = Blocks(64, 64, tiles=3, splits=2)
 SCRATCH = 5 * 2**19  # for the parts' sums, times the bytes of a number: with few images, the peak of a step's memory
 
 
@@ -381,7 +384,7 @@ def backward_weight(
     (batch, o, height, width), i = d.shape, m.shape[1]
     pixels = batch * height * width
     rows = 9 * i + 1  # the last is the bias's
-    splits = max(1, min(blocks.splits, SCRATCH * d.element_size() // (4 * rows * o)))
+    splits = max(1, min(round(blocks.splits * multiprocessors(d.device)), SCRATCH * d.element_size() // (4 * rows * o)))
     part = triton.cdiv(triton.cdiv(pixels, splits), blocks.pixels) * blocks.pixels
     splits = triton.cdiv(pixels, part)
     work = torch.empty((splits, rows, o), dtype=torch.float32, device=d.device)

@@ -2,20 +2,21 @@
 
     t    = t_1 + t_2                               the tangent of a; t_2: of a residual branch, or none
     t̂    = (t - mean(t) - x̂ mean(x̂ t)) / std(a)
-    t_u  = w t̂                                     pushed on
-    m    = u + k t_u                               for the next weight's gradient; u is made again
+    t_u  = w t̂                                     the tangent of u
+    m    = u + k t_u                               for the next weight's gradient; u is recomputed
     g_w  = sum d (x̂ + k t̂),  g_b = sum d           over all rows, in float32
 
-a, t, d, t_u, m: (..., C), where d is the error of u; w, b, g_w, g_b: (C); k: a float32 scalar. Where no mix is made
-there is no k, and g_w = sum d t̂.
+a, t, d, t_u, m: (..., C), where d is the error of u; w, b, g_w, g_b: (C); k: a float32 scalar. Without a mix there
+is no k, and g_w = sum d t̂.
 
-Exact mode's way back, from r = R{d} of u to that of a, is another. With J z = (z - mean(z) - x̂ mean(x̂ z)) / std(a),
+Exact mode's last backward pass, from r = R{d} of u to R{d} of a, is another operation. With J z = (z - mean(z) - x̂
+mean(x̂ z)) / std(a),
 
     R{d_a} = J (w r) - (x̂ mean(t J g) + mean(x̂ t) J g + mean(x̂ g) J t) / std(a) + r_2,   g = w d
     g_w    = sum r x̂,  g_b = sum r                 over all rows, in float32; r_2: of a residual branch, or none
     g_a    = sum R{d_a}                            for the shift of a weight before the norm
 
-Custom operations (`torch.ops.threepass`), which the compiler takes as they are. Where `fits` says so they are Triton
+Custom operations (`torch.ops.threepass`), opaque to the compiler. Where `fits` holds they are Triton
 kernels (`triton_kernel.py`), which read and write each signal once, else plain PyTorch.
 """
 

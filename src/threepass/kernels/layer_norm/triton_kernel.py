@@ -1,4 +1,4 @@
-"""The Triton kernels behind this package's operations: pass 3 through a layer norm, and exact mode's way back.
+"""The Triton kernels of this package's operations: pass 3 through a layer norm, and exact mode's last backward pass.
 
 Each signal is read or written once.
 
@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import on_its_device
+from ..launch import multiprocessors, on_its_device
 from ..rounding_triton import rounded_randomly
 from ..sums_triton import add_up
 
-WARPS = 132 * 16  # at most, of all programs: what an H200 holds at once of 128 registers a thread
+WARPS = 16  # at most, on each multiprocessor: what an H200 holds at once of 128 registers a thread
 BLOCK = 512  # numbers of a program of one warp, if they are whole rows
 ROW = 256  # numbers of a row for a warp: a row in several warps meets in shared memory, and its sums wait there
 
@@ -78,7 +78,7 @@ def _tangent_kernel(t_1, t_2, a, d, w, b, ratio, t_sum, t_u, m, work, rows, part
         e = tl.zeros((BR, BC), tl.float32)
         if t_2 is not None:
             t += _load(t_2, here, inside)
-        if d is not None:  # here already: behind a store it would wait for that
+        if d is not None:  # loaded here, because after a store it would wait for the store
             e = _load(d, here, inside)
         if HALF_SUM:
             t = t.to(tl.bfloat16).to(tl.float32)
@@ -190,5 +190,5 @@ def _blocks(a: Tensor) -> tuple[int, int, dict[str, int]]:
     columns = a.shape[-1]
     rows, width = a.numel() // columns, triton.next_power_of_2(columns)
     block, warps = max(1, BLOCK // width), min(8, max(1, width // ROW))
-    part = triton.cdiv(triton.cdiv(rows, block), max(1, WARPS // warps)) * block
+    part = triton.cdiv(triton.cdiv(rows, block), max(1, WARPS * multiprocessors(a.device) // warps)) * block
     return rows, part, {"C": columns, "BR": block, "BC": width, "num_warps": warps}

@@ -80,15 +80,16 @@ def train_missing(
 ) -> bool:
     """Trains the jobs that have no record, and says one line a run; returns whether all are done.
 
-    Runs that another process has in hand are left to it.
+    Runs that another process has in hand are left to it, and those whose data are not there are left out.
     """
     records, clock, elsewhere = Records(results), Clock(minutes), 0
+    absent: set[str] = set()
     done = sum(job.key in records.read() for job in jobs)
     say(f"{done} of {len(jobs)} runs are done in {results}")
     for job in jobs:
-        if job.key in records.read():
-            continue
         run = place.on(job.run)
+        if job.key in records.read() or run.data in absent:
+            continue
         if clock.left < (STARTING if run.config.compile else 0):
             break
         with locked(results / "unfinished" / f".{job.key}.lock") as mine:
@@ -99,6 +100,10 @@ def train_missing(
                 continue
             try:
                 record = train_one(job, run, results, clock)
+            except FileNotFoundError as error:
+                absent.add(run.data)
+                say(f"runs on {run.data} are left out: {error}")
+                continue
             except OutOfTime:
                 say(f"stopped in {job.title}: the same command goes on with it")
                 break

@@ -1,0 +1,50 @@
+"""A loss whose gradients are already known: its backward pass gives them to the parameters.
+
+Autograd accumulates them as it does any gradients, multiplied by whatever the loss was multiplied with, so that loss
+scaling, division by the number of micro-batches, hooks on parameters and reducers work as they do for any loss.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..numerics.rounding import round_stochastically, seed_of
+from .scaler import times
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A loss, its gradients, and the parameters that they are for.
+
+    calls: the number of this call, from which rounding to a half format takes its seed.
+    """
+
+    value: Tensor
+    parameters: Sequence[nn.Parameter]
+    grads: Sequence[Tensor]
+    calls: int = 0
+
+    def loss(self) -> Tensor:
+        """The loss as a scalar that requires grad. Its backward pass can run once."""
+        return _Carrier.apply(self, *self.parameters)
+
+
+class _Carrier(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, carried: Carried, *parameters: Tensor) -> Tensor:
+        ctx.calls = carried.calls
+        ctx.dtypes = [p.dtype for p in parameters]
+        ctx.save_for_backward(*carried.grads)
+        return carried.value.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, error: Tensor) -> Any:
+        grads = times(ctx.saved_tensors, error)
+        return None, *(
+            g if g.dtype == dtype else round_stochastically(g, dtype, seed_of(ctx.calls, i))
+            for i, (g, dtype) in enumerate(zip(grads, ctx.dtypes, strict=True))
+        )
