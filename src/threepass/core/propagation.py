@@ -39,7 +39,8 @@ class Propagation:
     def is_linear(self) -> bool:
         """Whether u is known to be (piecewise) linear in a: then R{d} needs neither d nor t here."""
         if self.map is not None:
-            return self.map.pull is not None and self.map.curve is None
+            is_flat_rule = self.op.rule is not None and self.op.rule.flat
+            return is_flat_rule or (self.map.pull is not None and self.map.curve is None)
         return not self.op.weights and is_flat(self.op.func)
 
     def forward(self, gradients: Gradients) -> Tensors | None:
