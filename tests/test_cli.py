@@ -3,10 +3,14 @@
 import dataclasses
 import json
 import sys
+import warnings
 from importlib import metadata
 
+import numpy as np
 import pytest
+import torch
 
+import threepass
 from threepass.__main__ import run_and_exit
 from threepass.cli import COMMANDS, main, parse, train
 from threepass.train.config import Config
@@ -24,6 +28,7 @@ def test_help_is_complete(capsys):
     assert main(["--help"]) == 0
     listed = capsys.readouterr().out
     assert all(command.__name__.replace("_", "-") in listed for command in COMMANDS)
+    assert "--debug" in listed
     assert main(["train", "--help"]) == 0
     shown = capsys.readouterr().out
     for field in dataclasses.fields(Config):
@@ -34,7 +39,7 @@ def test_the_program_alone_shows_its_help_and_version(capsys):
     assert main([]) == 2
     assert "Usage: threepass COMMAND" in capsys.readouterr().out
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out.strip() == metadata.version("threepass")
+    assert capsys.readouterr().out.strip() == metadata.version("threepass") == threepass.__version__
 
 
 @pytest.mark.parametrize(
@@ -42,8 +47,12 @@ def test_the_program_alone_shows_its_help_and_version(capsys):
     [
         ([], {}),
         (["--epochs", "3", "--lr=0.5", "--strength", "1e-2"], {"epochs": 3, "lr": 0.5, "strength": 0.01}),
-        (["--milestones", "0.1", "0.2", "--augment"], {"milestones": (0.1, 0.2), "augment": True}),
-        (["--milestones", "--no-augment"], {"milestones": ()}),
+        (["--schedule", "step", "--milestones", "0.1", "0.2"], {"schedule": "step", "milestones": (0.1, 0.2)}),
+        (
+            ["--schedule", "step", "--milestones", "5", "8", "--augment"],
+            {"schedule": "step", "milestones": (5.0, 8.0), "augment": True},
+        ),
+        (["--schedule", "step", "--milestones", "--no-augment"], {"schedule": "step", "milestones": ()}),
         (["--compile"], {"compile": True}),
         (["--compile", "--seed", "4"], {"compile": True, "seed": 4}),
         (["--compile", "require"], {"compile": "require"}),
@@ -51,9 +60,20 @@ def test_the_program_alone_shows_its_help_and_version(capsys):
     ],
 )
 def test_every_setting_has_a_flag(flags, settings):
-    command, values = parse(["train", *flags])
+    command, values = parse(["train", "--model", "vit", *flags])  # for which there is no recipe
     assert command is train
     assert values.arguments["config"] == Config(**settings)
+
+
+@pytest.mark.parametrize("package", ["numpy", "safetensors"])
+def test_without_the_extra_training_says_what_to_install(package, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith(("threepass.train", "threepass.cli"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf"training needs {package}: pip install 'threepass\[train\]'"):
+        _ = threepass.fit
+    with pytest.raises(SystemExit, match=rf"^threepass: training needs {package}: pip install"):
+        run_and_exit()
 
 
 def test_without_the_extra_the_program_says_what_to_install(monkeypatch):
@@ -63,8 +83,35 @@ def test_without_the_extra_the_program_says_what_to_install(monkeypatch):
         run_and_exit()
 
 
+def test_a_file_of_arrays_and_warnings_without_source_lines(own_folder, capsys):
+    x, y = np.random.default_rng(0).random((30, 4)), np.arange(30) % 3
+    np.savez(own_folder / "mine.npz", x_train=x, y_train=y % 2, x_val=x, y_val=y)
+    few = ["--epochs", "1", "--batch-size", "30"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert main(["train", "--data", "mine.npz", *few]) == 0
+    said = capsys.readouterr()
+    assert "runs/mlp-mine: epoch 1" in said.out
+    first, *_ = said.err.splitlines()
+    assert first == "threepass: warning: mine: no training example is of class 2, which validation has"
+
+
+def test_regression_on_the_command_line(own_folder, capsys):
+    x = np.random.default_rng(0).random((30, 4))
+    np.savez(own_folder / "mine.npz", x_train=x, y_train=x[:, 0], x_val=x, y_val=x[:, 1])
+    few = ["--data", "mine.npz", "--epochs", "1", "--batch-size", "30"]
+    assert main(["train", *few]) == 0
+    assert "validation absolute error" in capsys.readouterr().out
+    assert main(["data", "mine.npz"]) == 0
+    assert "30 training and 30 validation examples of shape (4,), targets of shape ()" in capsys.readouterr().out
+    assert main(["compare", *few]) == 1
+    assert "mine has no classes" in capsys.readouterr().err
+    assert main(["report", "runs/mlp-mine"]) == 1
+    assert "this run has none" in capsys.readouterr().err
+
+
 def test_train_writes_a_run_and_resumes_it(own_folder, capsys):
-    assert main(["train", *FAST, "--alpha", "0.8", "--name", "one"]) == 0
+    assert main(["train", *FAST, "--alpha", "0.8", "--schedule", "constant", "--name", "one"]) == 0
     assert "validation error" in capsys.readouterr().out
     run = json.loads((own_folder / "runs" / "one" / "run.json").read_text())
     assert run["config"]["alpha"] == 0.8
@@ -72,6 +119,15 @@ def test_train_writes_a_run_and_resumes_it(own_folder, capsys):
     assert {p.name for p in (own_folder / "runs").iterdir()} == {"one", "one-2"}
     assert main(["train", "--resume", "runs/one"]) == 0
     assert "runs/one: epoch 1" in capsys.readouterr().out
+    assert main(["train", "--resume", "runs/one", "--epochs", "2", "--alpha=0.8", "--device", "cpu"]) == 0
+    assert "runs/one: epoch 2" in capsys.readouterr().out
+    extended = json.loads((own_folder / "runs" / "one" / "run.json").read_text())
+    assert (extended["config"]["epochs"], extended["device"]) == (2, "cpu")
+    refused = {"--lr": "0.2", "--alpha": "0.1", "--model": "vit", "--name": "two", "--epochs": "1"}
+    for flag, value in refused.items():
+        assert main(["train", "--resume", "runs/one", flag, value]) == 1
+        assert flag.strip("-") in capsys.readouterr().err
+    assert json.loads((own_folder / "runs" / "one" / "run.json").read_text()) == extended
 
 
 def test_compare_and_report(own_folder, capsys):
@@ -104,7 +160,7 @@ def test_data_says_what_is_there(capsys):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["train", "--data", "nowhere"], 1, "neither a folder nor one of the sets"),
+        (["train", "--data", "nowhere"], 1, "neither a folder, nor a .npz file, nor one of the sets"),
         (["train", "--model", "foo"], 1, "unknown model 'foo'"),
         (["train", "--model", "no_such_module:net"], 1, "importing 'no_such_module' failed"),
         (["train", "--init", "magic"], 1, "magic"),
@@ -113,6 +169,19 @@ def test_data_says_what_is_there(capsys):
         (["train", "--schedule", "sine"], 2, "schedule must be one of constant, step"),
         (["train", "--epoch", "3"], 2, "Did you mean --epochs? (see threepass train --help)"),
         (["train", "mnist"], 2, "threepass train: unexpected argument 'mnist' (see threepass train --help)"),
+        (["train", "--optimizer", "foo"], 1, "optimizer must be one of sgd"),
+        (["train", "--input-at", "nosuch"], 1, "input_at='nosuch' names no module"),
+        (["train", "--seed", "-1"], 2, "seed must not be negative"),
+        (["compare", "--alphas", "2"], 1, "alpha must be a number in [0, 1]"),
+        (["compare", "--optimizer", "foo"], 1, "optimizer must be one of sgd"),
+        (["train", "--model-options", "[1]"], 1, "--model-options must be a JSON object such as"),
+        (["train", "--model-options", "{"], 1, "--model-options is not JSON"),
+        (["train", "--model-options", '{"sizes": [64, 8, 5]}'], 1, "the model has 5 outputs, and digits has 10 cl"),
+        (["train", "--model-options", '{"sizes": [63, 8, 10]}'], 1, "does not take the examples of digits"),
+        (["train", "--model", "plain20", "--model-options", '{"channels": 3}'], 1, "batches of shape (128, 1, 8, 8)"),
+        (["train", "--device", "cuda"], 1, "PyTorch finds no CUDA device; --device cpu"),
+        (["train", "--device", "gpu"], 1, "device must be cpu, cuda, cuda:N or auto, got 'gpu'"),
+        (["train", "--milestones", "100", "150"], 2, 'milestones needs schedule="step" (--schedule step)'),
         (["train", "--epochs", "many"], 2, 'unable to convert "many" into int'),
         (["train", "--compile", "maybe"], 2, 'Choose from: "require"'),
         (["train", "--lr", "-1"], 2, "lr must be positive, got -1.0"),
@@ -127,6 +196,7 @@ def test_data_says_what_is_there(capsys):
 )
 def test_bad_values_get_words_and_no_traceback(arguments, code, message, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(arguments) == code
     said = capsys.readouterr()
     assert message in said.err

@@ -101,11 +101,10 @@ def test_interrupted_comparison_goes_on_to_the_same_numbers(made, data, tmp_path
     whole, _ = made
     real, calls = study.fit, []
 
-    def interrupted(model, data, config, *, folder, after_step, **rest):
+    def interrupted(model, data, config, *, folder, **rest):
         calls.append(folder.name)
 
         def step(epoch, done):
-            after_step(epoch, done)
             if len(calls) == 3 and (epoch, done) == (1, 5):
                 raise KeyboardInterrupt
 

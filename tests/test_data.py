@@ -267,7 +267,9 @@ def test_an_absent_set_says_where_it_looked_and_what_to_type(small, tmp_path):
 
 
 def test_an_unknown_name(tmp_path):
-    with pytest.raises(FileNotFoundError, match="neither a folder nor one of the sets digits, mnist, fashion-mnist"):
+    with pytest.raises(
+        FileNotFoundError, match=r"neither a folder, nor a .npz file, nor one of the sets digits, mnist"
+    ):
         load("minst")
 
 
@@ -323,11 +325,25 @@ def test_broken_folders(tmp_path):
     ("change", "message"),
     [
         ({"y_train": np.arange(3)}, r"train: x must be .* got \(4, 1, 2, 2\) and \(3,\)"),
-        ({"y_train": np.arange(4) / 2}, "y must be whole numbers"),
+        ({"y_train": np.arange(4) / 2}, r"training targets are float32 \(4,\) and validation targets int64 \(4,\)"),
+        ({"y_train": np.arange(4.0)}, "train: y is float64 .4,. with whole numbers only: convert it to integers"),
+        ({"y_train": np.arange(4) + 0.5, "y_val": np.array([0.5, 1, 2, np.inf])}, "targets hold NaN or infinity"),
+        (
+            {"y_train": np.array([0, 1, 2, 10**6])},
+            "run to 1000000, but only 5 different ones occur: number the classes",
+        ),
+        ({"x_train": np.empty((0, 4)), "y_train": np.empty(0, int)}, "with N > 0"),
+        ({"x_train": np.array(3.0)}, r"got \(\) and \(4,\)"),
+        ({"x_train": np.array(["a", "b", "c", "d"])}, "train: x and y must be numbers, got arrays of <U1 and int64"),
         ({"y_train": np.arange(4) - 1}, "labels run from -1"),
         ({"x_val": pixels(4, 1, 2, 3)}, "differ in kind"),
         ({"x_val": np.zeros((4, 1, 2, 2))}, "differ in kind"),
-        ({"x_train": np.full((4, 1, 2, 2), np.nan), "x_val": np.zeros((4, 1, 2, 2))}, "NaN or infinity"),
+        ({"x_train": np.full((4, 1, 2, 2), np.nan), "x_val": np.zeros((4, 1, 2, 2))}, "4 of 4 training examples hold"),
+        (
+            {"x_train": np.zeros((4, 1, 2, 2)), "x_val": np.diag([0, 1, np.nan, 0])[..., None, None]},
+            "training and validation examples differ in kind",
+        ),
+        ({"x_train": np.zeros((4, 4)), "x_val": np.diag([0, 1, np.inf, 0])}, "1 of 4 validation examples hold NaN"),
     ],
 )
 def test_broken_arrays(tmp_path, change, message):
@@ -340,8 +356,53 @@ def test_broken_arrays(tmp_path, change, message):
 def test_arrays_with_pickled_objects_are_refused(tmp_path):
     x = pixels(4, 1, 2, 2)
     np.savez(tmp_path / "data.npz", x_train=np.array([Evil()]), y_train=x, x_val=x, y_val=x)
-    with pytest.raises(ValueError, match="allow_pickle"):
+    with pytest.raises(DataError, match=r"data\.npz: x_train is damaged, or is no array of numbers.*allow_pickle"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda content: b"", "is damaged, or holds no array of numbers"),
+        (lambda content: b"garbage", "is damaged, or holds no array of numbers"),
+        (lambda content: content[: len(content) // 2], "is damaged, or holds no array of numbers"),
+        (lambda content: content[:200] + b"garbled" + content[207:], "x_train is damaged, or is no array of numbers"),
+    ],
+)
+def test_damaged_archives(tmp_path, damage, message):
+    x, y = pixels(40, 1, 2, 2), np.arange(40) % 3
+    np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_val=x, y_val=y)
+    data = load(tmp_path / "mine.npz")
+    assert (data.name, len(data.train)) == ("mine", 40)
+    (tmp_path / "mine.npz").write_bytes(damage((tmp_path / "mine.npz").read_bytes()))
+    with pytest.raises(DataError, match=rf"mine\.npz:? {message}"):
+        load(tmp_path / "mine.npz")
+
+
+def test_an_array_alone_is_no_data_set(tmp_path):
+    with open(tmp_path / "mine.npz", "wb") as file:
+        np.save(file, np.zeros(3))
+    with pytest.raises(DataError, match="holds one array and no names"):
+        load(tmp_path / "mine.npz")
+
+
+def test_a_class_that_only_validation_has_is_said():
+    x = torch.rand(4, 3)
+    train, val = TensorDataset(x, torch.tensor([0, 1, 0, 1])), TensorDataset(x, torch.tensor([0, 1, 2, 4]))
+    with pytest.warns(UserWarning, match="no training example is of class 2, 4, which validation has") as caught:
+        from_dataset(train, val)
+    assert caught[0].filename == __file__
+
+
+def test_targets_of_a_regression():
+    x = torch.rand(4, 3)
+    data = from_dataset([(x[i], i + 0.5) for i in range(4)], TensorDataset(x, torch.arange(4.0) / 3))
+    assert data.classes == ()
+    assert data.train.y.tolist() == [0.5, 1.5, 2.5, 3.5]
+    with pytest.raises(DataError, match="whole numbers only"):
+        from_dataset(TensorDataset(x, torch.arange(4.0)), TensorDataset(x, torch.arange(4.0)))
+    column = TensorDataset(x, torch.arange(4.0)[:, None])
+    assert from_dataset(column, column).val.y.shape == (4, 1)
 
 
 class Stream(IterableDataset):

@@ -13,6 +13,7 @@ import pytest
 
 import threepass
 from threepass.bench.tables import BEGIN, END, markdown
+from threepass.train.recipes import RECIPES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -158,3 +159,65 @@ def test_the_site_loads_nothing_from_a_network(tmp_path):
         assert not re.findall(r"<(?:script|img|iframe)[^>]+src=\"?(?:https?:)?//[^>]*", text), page.name
         assert not re.findall(r"<link[^>]+rel=\"?(?:stylesheet|preconnect)[^>]+href=\"?(?:https?:)?//[^>]*", text)
     assert (tmp_path / "site" / "search" / "search_index.json").exists()
+
+
+def table_of(page: Path, mark: str) -> str:
+    found = re.search(rf"<!-- {re.escape(mark)} -->\n(.*?)\n<!-- end -->", page.read_text(), re.S)
+    assert found is not None
+    return found[1]
+
+
+def test_learning_rates_are_those_of_the_search():
+    """After new results, put the table that this expects between the page's marks."""
+    rows = json.loads((ROOT / "results" / "recipes" / "mnist-search.json").read_text())
+    head = ["mode", "strength", "lr", "schedule", "validation error", "accuracy under PGD, radius 0.1"]
+    lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
+    for row in sorted(rows, key=lambda row: [row["settings"].get(name, "") for name in ("mode", "schedule")]):
+        s = row["settings"]
+        if s["lr"] == 0.1 and s.get("strength", 1.0) >= 1:
+            schedule = s["schedule"] + (f", warm-up {s['warmup']} epoch" if "warmup" in s else "")
+            end = ["diverged", ""] if row["diverged"] else [f"{row['val_error']:.2%}", f"{row['pgd']['0.1']:.1%}"]
+            cells = [
+                s.get("mode", "two passes"),
+                f"{s['strength']:g}" if "strength" in s else "",
+                str(s["lr"]),
+                schedule,
+            ]
+            lines.append(f"| {' | '.join([*cells, *end])} |".replace("|  |", "| |"))
+    assert table_of(ROOT / "docs" / "choose.md", "results/recipes/mnist-search.json") == "\n".join(lines)
+
+
+def test_recipes_are_those_of_the_code():
+    lines = ["| model and data | settings | third pass | results |", "| --- | --- | --- | --- |"]
+    for (model, data), recipe in RECIPES.items():
+        common, third = (", ".join(f"{k} {v}" for k, v in z.items()) for z in (recipe.common, recipe.third))
+        results = f"`{recipe.results}`" if recipe.results else "the paper's settings, not measured yet"
+        methods = "; ".join(
+            f"compare: {k} {', '.join(f'{v:g}' for v in values)}" for k, values in recipe.methods.items()
+        )
+        lines.append(f"| {model}, {data} | {common} | {third}; {methods} | {results} |")
+    assert table_of(ROOT / "docs" / "choose.md", "recipes") == "\n".join(lines)
+
+
+def test_the_comparison_on_mnist_is_that_of_the_result_files():
+    folder = ROOT / "results" / "recipes" / "mnist"
+    lines = ["| method | validation error | input loss | accuracy under PGD, radius 0.08 |", "| --- " * 4 + "|"]
+    for variant in json.loads((folder / "compare.json").read_text())["variants"]:
+        runs = sorted((folder / variant["folder"]).glob("seed-*"))
+        last = [json.loads((run / "result.json").read_text())["last"] for run in runs]
+        attacked = [json.loads((run / "robustness.json").read_text())["pgd"] for run in runs]
+        error, input_loss = mean(m["val_error"] for m in last), mean(m["val_input_loss"] for m in last)
+        under = mean(r["accuracy"][r["at"].index(0.08)] for r in attacked)
+        lines.append(f"| {variant['name']} | {100 * error:.2f} % | {input_loss:.4f} | {100 * under:.1f} % |")
+    assert table_of(ROOT / "README.md", "results/recipes/mnist") == "\n".join(lines)
+
+
+def test_accuracies_of_plain20_are_those_of_the_result_file():
+    runs = json.loads((ROOT / "results" / "paper" / "table2.json").read_text())["runs"].values()
+    best = {
+        run["cell"]["method"]: run["best"]["val"]
+        for run in runs
+        if (run["cell"]["net"], run["cell"]["data"], run["seed"]) == ("plain20", "cifar10", 0)
+    }
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{best['kaiming']:.1f} % by two passes and {best['alpha 0.1']:.1f} % by three" in text

@@ -8,6 +8,7 @@ import pytest
 
 from threepass.study.gather import gather
 from threepass.study.report import report
+from threepass.study.report_figures import dynamics, sweeps
 from threepass.train.config import Config
 
 
@@ -72,7 +73,7 @@ def test_runs_of_other_data_are_not_averaged_nor_compared(tmp_path):
     assert page.count("data-toggles=") == 3
     assert "<h2>Differences</h2>" not in page
     assert "±" not in page.partition("<h2>Best and final figures</h2>")[2].partition("<tbody>")[2].partition("</t")[0]
-    for figure in ("9.2", "11.9", "70"):
+    for figure in ("9.2", "11.9", "70.0"):  # the same digits, and none is best
         assert f"<td>{figure}</td>" in page
     assert "data &#34;cifar10&#34;, model &#34;plain20&#34;" in page  # what they differ in
 
@@ -152,7 +153,7 @@ def test_three_seeds_with_a_clear_difference_are_bold(tmp_path):
     page = page_of(tmp_path, [0.100, 0.200, 0.150], [0.050, 0.151, 0.099])
     # differences -5, -4.9, -5.1: mean -5, half width 4.3027 * 0.1 / sqrt(3) = 0.2484
     assert "−5.00 points, 95 % interval −5.25 to −4.75" in page
-    assert bold(page) == ["10.00 %", "−5", "−5"]  # the card, best error, final error
+    assert bold(page) == ["10.00 %", "−5.00", "−5.00"]  # the card, best error, final error
 
 
 def test_three_seeds_whose_interval_holds_zero_are_not_bold(tmp_path):
@@ -166,3 +167,42 @@ def test_three_equal_differences_are_not_bold(tmp_path):
     assert "−5.00 points; equal with 3 seeds: no interval" in page
     assert "<small>equal with 3 seeds: no interval</small>" in page
     assert bold(page) == []
+
+
+def test_the_best_of_those_that_are_compared_is_marked(tmp_path):
+    runs = [
+        write_run(tmp_path / "plain", 0.12, alpha=1.0),
+        write_run(tmp_path / "three", 0.08, strength=0.1),
+        write_run(tmp_path / "other", 0.01, task={"data": "mnist"}),
+    ]
+    page = report(runs, tmp_path / "page").read_text()
+    table = page.partition("<h2>Best and final figures</h2>")[2].partition("</table>")[0]
+    assert re.findall(r'<td class="best">([\d.]+)', table)[:2] == ["8.0", "8.0"]
+    assert "<td>1.0</td>" in table
+
+
+def test_curves_of_what_the_metrics_have(tmp_path):
+    folder = write_run(tmp_path / "a", strength=0.5)
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    more = {"lr": 0.1, "alpha": 0.1, "step_seconds": 0.002}
+    rows = [metrics[0] | more, metrics[1] | more | {"grad_norm": 2.0, "third_norm": 4.0, "grad_cosine": 0.3}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in rows))
+    found = {f.panel.slug: f.panel.lines for f in dynamics(gather([folder]))}
+    ends = {slug: (list(line.x), list(line.y)) for slug, (line,) in found.items()}
+    assert ends == {
+        "training-lr": ([1, 2], [0.1, 0.1]),
+        "training-back-norm": ([2], [2.0]),
+        "training-third-norm": ([2], [2.0]),  # times the strength
+        "training-cosine": ([2], [0.3]),
+        "training-time": ([1, 2], [2.0, 2.0]),
+    }
+
+
+def test_a_figure_by_strength_needs_three_of_them(tmp_path):
+    runs = [write_run(tmp_path / f"s{s}", 0.1 * s, strength=s, lr=0.1 * s) for s in (1.0, 0.3)]
+    runs.append(write_run(tmp_path / "plain", 0.5, alpha=1.0))
+    assert list(sweeps(gather(runs))) == []
+    runs.append(write_run(tmp_path / "s3", 0.3, strength=3.0))
+    (figure,) = sweeps(gather(runs))
+    assert figure.panel.ticks == ["plain", "0.3", "1", "3"]
+    assert figure.panel.lines[0].y == pytest.approx([50.0, 3.0, 10.0, 30.0])

@@ -19,7 +19,7 @@ LAYERS = [  # the lowest first
     {"core"},
     {"compile"},
     {"step", "reference", "models", "init"},
-    {"inspect"},
+    {"inspect", "integrations"},
     {"page"},
     {"train"},
     {"study", "bench"},

@@ -178,7 +178,7 @@ def test_the_error_upstream_of_batch_norm_is_stored_once(mode):
     assert (conv.name, norm.name) == ("conv2d", "batch_norm")
     assert errors[conv].d[0].data_ptr() == errors[norm].d[0].data_ptr()
     assert [tuple(z.shape) for z in errors[norm].d] == [(5, 3, 2, 2)]
-    assert [tuple(z.shape) for z in errors[norm].weights] == [(3,), (3,)]
+    assert [tuple(z.shape) for z in errors[norm].weight_grads] == [(3,), (3,)]
 
 
 @pytest.mark.parametrize("affine", [True, False])

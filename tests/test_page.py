@@ -1,5 +1,6 @@
 """Figures and templates: drawings that stand by themselves, styles of lines, and text that is never taken for HTML."""
 
+import json
 import math
 import re
 import xml.etree.ElementTree as ET
@@ -51,6 +52,29 @@ def test_points_lie_where_their_values_say():
     labels = {t.text: float(t.get("y")) - 4 for t in root.findall("{*}text") if t.get("text-anchor") == "end"}
     assert labels["0"] == 212.0
     assert labels["100"] == 12.0
+
+
+def test_zeros_lie_below_the_smallest_value_on_a_logarithmic_axis():
+    line = Line(0, [0, 1, 2], [1.0, 0.1, 0.0], style="points")
+    root = ET.fromstring(Figure(Panel("a", "t", "x", [line], "", logarithmic=True), ["s"]).alone)
+    heights = [float(re.findall(r"[\d.]+", m.get("transform"))[1]) for m in root.findall("{*}g[@data-series]/{*}path")]
+    assert heights == sorted(heights)
+    assert heights[2] < 212  # above the axis
+
+
+def test_the_data_of_a_figure_are_json_without_markup():
+    line = Line(0, [1, 2], [0.5, math.nan], label="</script>")
+    data = Figure(Panel("a", "t", "x", [line], ""), ["s"]).data
+    assert "</script" not in data
+    assert json.loads(data)["lines"][0]["y"] == [0.5, None]
+    assert json.loads(data)["lines"][0]["label"] == "</script>"
+
+
+@pytest.mark.parametrize(
+    ("values", "top", "both"), [([1.0, 2.0], None, True), ([-1.0, 2.0], None, False), ([1.0, 2.0], 100.0, False)]
+)
+def test_a_switch_where_both_scales_have_a_place(values, top, both):
+    assert Figure(Panel("a", "t", "x", [Line(0, [0, 1], values)], "", top=top), ["s"]).has_both_scales == both
 
 
 def test_the_band_goes_from_the_lowest_run_to_the_highest():

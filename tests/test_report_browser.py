@@ -35,14 +35,19 @@ FLAGS = [
     "--disable-sync",
     "--disable-dev-shm-usage",
 ]
-FIGURES = ["curve-loss", "curve-error", "curve-input-loss", "robust-noise", "robust-fgsm", "robust-pgd",
-           "variance-pass2", "variance-pass3"]  # fmt: skip
+FIGURES = [
+    *("curve-loss", "curve-error", "curve-input-loss"),
+    *("by-strength-error-0", "by-strength-pgd-0", "by-strength-noise-0"),
+    *("robust-noise", "robust-fgsm", "robust-pgd"),
+    *("training-lr", "training-back-norm", "training-third-norm", "training-cosine", "training-time"),
+    *("variance-pass2", "variance-pass3"),
+]
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     torch.set_num_threads(1)
-    variants = [two_passes(), by_alpha(0.1), by_strength(0.3)]
+    variants = [two_passes(), by_alpha(0.1), *(by_strength(s) for s in (0.1, 0.3, 1.0))]
     config = Config(epochs=2, batch_size=128, lr=0.05)
     out = tmp_path_factory.mktemp("runs") / "browser"
     sizes = {"sigmas": (0.0, 0.2), "radii": (0.0, 0.05, 0.1)}
@@ -88,10 +93,10 @@ def test_every_figure_is_drawn_without_errors(browser, page):
             })])""")
     assert [name for name, _ in found] == FIGURES
     for name, lines in found:
-        assert len(lines) >= 3, name
+        assert len(lines) >= (1 if name.startswith("by-") else 3), name
         assert all(lines), name
     images = browser.execute_script("return [...document.images].map(i => i.complete && i.naturalWidth)")
-    assert len(images) == 4 * 8
+    assert len(images) == 6 * 8
     assert set(images) == {8}
     assert browser.get_log("browser") == []
 
@@ -116,6 +121,64 @@ def test_legend_toggles_hide_and_show_a_series_everywhere(browser, page):
     assert browser.get_log("browser") == []
 
 
+def frame(browser, figure):
+    """The numbers along the vertical axis."""
+    return browser.execute_script(
+        f"return [...document.querySelectorAll('#{figure} .frame text[text-anchor=end]')].map(t => t.textContent)"
+    )
+
+
+def test_axes_follow_what_is_shown(browser, page):
+    show(browser, page)
+    before = frame(browser, "curve-loss")
+    for button in browser.find_elements("css selector", "[data-toggles]")[1:]:
+        button.click()
+    browser.find_element("css selector", '[data-what="training"]').click()
+    alone = frame(browser, "curve-loss")
+    assert alone != before  # with one line left, the axis spans what that line does
+    browser.find_element("css selector", "#curve-loss [data-axis]").click()
+    assert frame(browser, "curve-loss") != alone
+    assert browser.find_element("css selector", "#curve-loss [data-axis]").text == "log"
+    assert browser.get_log("browser") == []
+
+
+def test_values_under_the_pointer_in_all_figures_of_the_epochs(browser, page):
+    show(browser, page)
+    lines = [json.loads(line) for line in (page.parent / "two-passes/seed-0/metrics.jsonl").read_text().splitlines()]
+    lines += [json.loads(line) for line in (page.parent / "two-passes/seed-1/metrics.jsonl").read_text().splitlines()]
+    move = """
+        const plot = document.querySelector("#curve-loss .plot"), box = plot.getBoundingClientRect();
+        plot.dispatchEvent(new PointerEvent(arguments[0], {clientX: box.right - 12, clientY: box.top + 50}));
+        return [...document.querySelectorAll("figure")].filter(f => f.querySelector(".cross")).map(
+            f => [f.id, f.querySelector(".readout").innerText])"""
+    shown = dict(browser.execute_script(move, "pointermove"))
+    assert set(shown) == {name for name in FIGURES if name.startswith(("curve-", "training-"))}
+    mean = sum(m["val_loss"] for m in lines if m["epoch"] == 2) / 2
+    heading, first, *_ = shown["curve-loss"].splitlines()
+    assert heading == "epoch 2"
+    assert first.split("\t")[0] == "two passes"
+    assert float(first.split("\t")[1]) == pytest.approx(mean, rel=1e-3)
+    assert browser.execute_script(move, "pointerleave") == []
+    assert browser.get_log("browser") == []
+
+
+def test_every_example_image_shows_a_gradient(browser, page):
+    """In every column the brightest pixel of some method is the end of the scale."""
+    show(browser, page)
+    brightest = browser.execute_script("""
+        const methods = [...document.querySelectorAll(".examples tbody tr")].slice(1);
+        const rows = methods.map(row => [...row.querySelectorAll("img")]);
+        const top = image => {
+            const canvas = document.createElement("canvas"), context = canvas.getContext("2d");
+            [canvas.width, canvas.height] = [8, 8];
+            context.drawImage(image, 0, 0);
+            return Math.max(...context.getImageData(0, 0, 8, 8).data.filter((_, i) => i % 4 === 1));
+        };
+        return rows[0].map((_, i) => Math.max(...rows.map(row => top(row[i]))))""")
+    assert len(brightest) == 8
+    assert min(brightest) == 255
+
+
 @pytest.fixture(scope="module")
 def pages(page, tmp_path_factory):
     """The report, and the pages of bench and init-study."""
@@ -137,9 +200,14 @@ def test_nothing_sticks_out_and_text_can_be_read(browser, pages, name, width, sc
     assert (paper < 0.05) == (scheme == "dark")
     assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) > 7
     sizes = browser.execute_script("""
-        return [...document.querySelectorAll(".plot > text")].map(t =>
+        return [...document.querySelectorAll(".plot .frame text")].map(t =>
             parseFloat(getComputedStyle(t).fontSize) * t.getScreenCTM().a)""")
-    assert min(sizes) > 9
+    assert min(sizes) >= 11
+    unmarked = browser.execute_script("""
+        return [...document.querySelectorAll(".scroll")].filter(box => box.scrollWidth > box.clientWidth + 1)
+            .filter(box => !getComputedStyle(box.querySelector("caption span"), "::after").content.includes("Scroll"))
+            .length""")
+    assert unmarked == 0  # a table that does not fit says so
     assert browser.get_log("browser") == []
     shot(browser, f"{name}-{scheme}-{width}")
 
@@ -158,7 +226,12 @@ def test_figures_can_be_saved(browser, page, tmp_path):
         browser.find_element("css selector", f'#curve-loss [data-as="{kind}"]').click()
         wait_for(tmp_path / f"curve-loss.{kind}")
     root = ET.parse(tmp_path / "curve-loss.svg").getroot()
-    assert {g.get("data-series") for g in root.findall(".//{*}g[@data-series]")} == {"0", "1"}  # as on the page
+    assert {g.get("data-series") for g in root.findall(".//{*}g[@data-series]")} == {
+        "0",
+        "1",
+        "3",
+        "4",
+    }  # as on the page
     assert root.get("viewBox") == root.get("data-whole")
     assert "fill:#fff" in root.find("{*}style").text  # a paper is white
     picture = (tmp_path / "curve-loss.png").read_bytes()

@@ -1,4 +1,4 @@
-"""Fast rules as linear maps: push is the Jacobian, pull its transpose, grad their derivative by the weight."""
+"""Fast rules: push is the Jacobian, pull its transpose, grad their derivative by the weight."""
 
 import functools
 
@@ -8,8 +8,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from threepass.rules.linearity import is_flat
-from threepass.rules.table import Map, key_of, name_of, rule_for
+import threepass
+from threepass.rules.table import Linearization, key_of, name_of, rule_for
 
 torch.manual_seed(0)
 
@@ -66,7 +66,7 @@ GRID = [
 EACH = pytest.mark.parametrize(("func", "args", "weights", "added"), [g[1:] for g in GRID], ids=[g[0] for g in GRID])
 
 
-def made(func, args) -> tuple[torch.Tensor, Map]:
+def made(func, args) -> tuple[torch.Tensor, Linearization]:
     u = func(*args)
     keywords = getattr(func, "keywords", {})
     return u, rule_for(getattr(func, "func", func)).make(u, *args, **keywords)
@@ -202,28 +202,10 @@ def test_rules_step_aside_for_calls_they_do_not_know():
     assert rule_for(torch.erf) is None
 
 
-def test_flat_operations_have_no_second_derivative():
-    """Every name that is treated as flat and can be called on one tensor: its double backward is zero."""
-    z = r(4, 6).requires_grad_()
-    checked = 0
-    for name in ("abs", "flatten", "relu", "cumsum", "hardtanh", "leaky_relu", "hardshrink", "softshrink", "clamp"):
-        func = getattr(F, name, None) or getattr(torch, name)
-        if name == "cumsum":
-            call = lambda a: torch.cumsum(a, 1)  # noqa: E731
-        elif name == "clamp":
-            call = lambda a: a.clamp(-0.5, 0.5)  # noqa: E731
-        else:
-            call = func
-        (d,) = torch.autograd.grad(call(z), z, torch.ones_like(call(z)).requires_grad_(), create_graph=True)
-        if d.requires_grad:
-            (second,) = torch.autograd.grad(d.sum(), z, allow_unused=True)
-            assert second is None or not second.any()
-        checked += 1
-    assert checked == 9
-    assert is_flat(torch.flatten)
-    assert is_flat(torch.Tensor.add_)
-    assert not is_flat(torch.mul)
-    assert not is_flat(torch.sigmoid)
+def test_the_old_name_of_linearization():
+    with pytest.warns(DeprecationWarning, match="threepass.Map is now threepass.Linearization"):
+        assert threepass.Map is Linearization
+    assert "Map" not in threepass.__all__
 
 
 def test_names():

@@ -7,6 +7,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import threepass
+from threepass.compile import inductor
+from threepass.errors import AccumulationWarning, LossReductionWarning, MaskWarning
 
 
 def setting():
@@ -133,3 +135,119 @@ def test_an_error_is_no_call():
     with pytest.raises(RuntimeError):
         step(x[:, :3], y)
     assert step.state_dict() == {"calls": 0}
+
+
+def loop(step, model, parts, updates=4):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(updates):
+        optimizer.zero_grad()
+        for a, b in parts:
+            step(a, b)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_accumulation_without_batch_size_is_said_once(compile, monkeypatch):
+    monkeypatch.setattr(inductor, "compiled", lambda program, inputs: lambda values: program.graph(*values))
+    model, x, y = setting()
+    parts = list(zip(x.split(2), y.split(2), strict=True))
+    step = threepass.ThreePass(model, F.cross_entropy, strength=0.1, compile=compile)
+    with pytest.warns(AccumulationWarning, match="gradients of 4 calls were accumulated.*Pass batch_size=") as caught:
+        loop(step, model, parts, updates=4)
+    assert [w.filename for w in caught] == [__file__]
+    loop(threepass.ThreePass(model, F.cross_entropy, strength=0.1, compile=compile, batch_size=8), model, parts)
+    loop(threepass.ThreePass(model, F.cross_entropy, strength=0.1, compile=compile), model, parts[:1], updates=3)
+
+
+def test_gradients_that_are_only_looked_at_are_no_accumulation():
+    model, x, y = setting()
+    step = threepass.ThreePass(model, F.cross_entropy)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        step(x, y)
+        optimizer.step()
+        for p in model.parameters():
+            p.grad.zero_()
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        nn.CrossEntropyLoss(reduction="sum"),
+        lambda out, y: F.cross_entropy(out, y, reduction="none").sum(),
+        lambda out, y: (out - F.one_hot(y, 4)).square().sum(),
+    ],
+)
+def test_a_summed_loss_is_said_once(loss_fn):
+    model, x, y = setting()
+    step = threepass.ThreePass(model, loss_fn)
+    with pytest.warns(LossReductionWarning, match=r"a sum over the batch and not a mean.*8\^2 times") as caught:
+        step(x, y)
+    assert [w.filename for w in caught] == [__file__]
+    step(x, y)
+    threepass.ThreePass(model, loss_fn)(x[:1], y[:1])
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        F.cross_entropy,
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2, 3, 4]).double()),
+        lambda out, y: F.cross_entropy(out, y) + torch.rand(()),
+        lambda out, y: (F.cross_entropy(out, y, reduction="none") * torch.arange(8)).mean(),
+    ],
+)
+def test_other_losses_are_not_taken_for_sums(loss_fn):
+    model, x, y = setting()
+    torch.manual_seed(3)
+    threepass.ThreePass(model, loss_fn)(x, y)
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    loss_fn(model(x), y)
+    assert torch.equal(after, torch.get_rng_state())
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, ids, mask):
+        return self.head((self.embedding(ids) * mask[..., None]).mean(1))
+
+
+@pytest.mark.parametrize("form", ["dict", "tuple", "additive"])
+def test_a_floating_point_mask_is_no_input(form):
+    ids, mask, y = torch.randint(0, 9, (5, 6)), torch.ones(5, 6), torch.arange(5) % 3
+    x = {"ids": ids, "mask": mask} if form == "dict" else (ids, mask if form == "tuple" else mask * -1e9)
+    with pytest.warns(MaskWarning, match=r"is a floating-point mask.*input_at=\"embeddings\"") as caught:
+        threepass.ThreePass(Masked(), F.cross_entropy)(x, y)
+    assert [w.filename for w in caught] == [__file__]
+    threepass.ThreePass(Masked(), F.cross_entropy)((ids, mask.long()), y)
+    threepass.ThreePass(Masked(), F.cross_entropy, input_at="embedding")(x, y)
+    threepass.ThreePass(Masked(), F.cross_entropy)((ids, torch.rand(5, 6)), y)
+
+
+def test_a_model_of_torch_compile_is_said():
+    model, x, y = setting()
+    for wrapped in (torch.compile(model), model):
+        with pytest.warns(
+            threepass.UncompiledWarning, match="runs the original module eagerly.*compile=True"
+        ) as caught:
+            step = threepass.ThreePass(wrapped, F.cross_entropy, alpha=0.3)
+        assert caught[0].filename == __file__
+        grads = list(step(x, y).grads.values())
+        expected = threepass.three_pass(setting()[0], F.cross_entropy, x, y, alpha=0.3).grads.values()
+        assert all(torch.equal(g, e) for g, e in zip(grads, expected, strict=True))
+        model.compile()
+    threepass.ThreePass(torch.compile(model), F.cross_entropy, compile=True)
+
+
+def test_a_result_prints_in_one_line():
+    model, x, y = setting()
+    r = threepass.three_pass(model, F.cross_entropy, x, y)
+    expected = (
+        f"Result(loss={r.loss:.4g}, input_loss={r.input_loss:.4g}, grads of 4 parameters; also output, input_grad)"
+    )
+    assert repr(r) == expected
+    assert "third_grads" in repr(threepass.three_pass(model, F.cross_entropy, x, y, separate=True))

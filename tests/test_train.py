@@ -178,8 +178,13 @@ def test_learns_and_writes_metrics(tmp_path):
     assert "alignment_cosine" in lines[3]
     assert "alignment_cosine" not in lines[2]
     assert last["E"] == result.E
-    assert scalars(tmp_path / "run" / "tensorboard", "train/loss") == pytest.approx([m["train_loss"] for m in lines])
-    assert len(scalars(tmp_path / "run" / "tensorboard", "alignment/cosine")) == 3
+    events = tmp_path / "run" / "tensorboard"
+    assert scalars(events, "epoch/train_loss") == pytest.approx([m["train_loss"] for m in lines])
+    assert scalars(events, "val/error") == pytest.approx([m["val_error"] for m in lines])
+    assert len(scalars(events, "alignment/cosine")) == 3
+    losses = torch.tensor(scalars(events, "train/loss")).view(12, 4)
+    assert losses.mean(1).tolist() == pytest.approx([m["train_loss"] for m in lines], rel=1e-5)
+    assert scalars(events, "train/lr") == pytest.approx([0.1] * 48)
 
 
 def scalars(folder, tag):
@@ -192,7 +197,7 @@ def scalars(folder, tag):
 
 def test_validation_input_loss_is_the_per_sample_mean():
     made, model = data(), simple()
-    trainer = Trainer(model, made, Config(batch_size=7), None)
+    trainer = Trainer(model, made, Config(batch_size=7))
     x = ((made.val.x.float() / 255 - 0.5) / 0.3).requires_grad_()
     (dx,) = torch.autograd.grad(F.cross_entropy(model(x), made.val.y, reduction="sum"), x)
     assert trainer.evaluate()["input_loss"] == pytest.approx(0.5 * dx.square().sum().item() / len(x), rel=1e-5)
@@ -202,6 +207,7 @@ def test_validation_input_loss_is_the_per_sample_mean():
     ("settings", "expected"),
     [
         ({"schedule": "step", "milestones": (0.5, 0.75)}, [1, 1, 0.1, 0.01]),
+        ({"schedule": "step", "milestones": (1, 3)}, [1, 0.1, 0.1, 0.01]),
         ({"schedule": "cosine"}, [1, 0.8535534, 0.5, 0.1464466]),
         ({"warmup": 2}, [0.5, 1, 1, 1]),
         ({"eta_over_alpha": True, "alpha": 0.25}, [4, 4, 4, 4]),
@@ -271,6 +277,18 @@ def test_a_disk_that_fails_stops_the_run(tmp_path, monkeypatch):
         ({"lr": 0}, "lr must be positive"),
         ({"eta_over_alpha": True, "strength": 1.0}, "no strength"),
         ({"label_smoothing": 1}, "label_smoothing must be"),
+        ({"label_smoothing": 0.1, "loss_fn": F.cross_entropy}, "label_smoothing is that of the default cross-entropy"),
+        ({"epochs": "3"}, r"epochs must be a whole number, got '3' \(str\)"),
+        ({"lr": True}, r"lr must be a number, got True \(bool\)"),
+        ({"milestones": 0.5}, "milestones must be a list of numbers, got 0.5"),
+        ({"strength": "big"}, "strength must be a number or None, got 'big'"),
+        ({"seed": -1}, "seed must not be negative"),
+        ({"milestones": (5,)}, 'milestones needs schedule="step"'),
+        ({"gamma": 0.2, "schedule": "cosine"}, 'gamma needs schedule="step"'),
+        ({"schedule": "step", "milestones": (0.5, 5)}, "must all be fractions of the run"),
+        ({"schedule": "step", "milestones": (100, 150)}, "first milestone is epoch 100 and the run has 10 epochs"),
+        ({"optimizer": "adam", "momentum": 0.5}, "momentum is that of sgd"),
+        ({"input_at": "nosuch"}, "input_at='nosuch' names no module of the model; it has: 0, 1, 2, 3"),
     ],
 )
 def test_bad_settings(settings, message):
@@ -279,12 +297,12 @@ def test_bad_settings(settings, message):
 
 
 def test_resume_refuses_other_settings_and_missing_checkpoints(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+    with pytest.raises(FileNotFoundError, match="no run at"):
         fit(simple(), data(), folder=tmp_path / "none", resume=True)
     with pytest.raises(ValueError, match="resume needs the folder"):
         fit(simple(), data(), resume=True)
     fit(simple(), data(), folder=tmp_path, epochs=1, batch_size=10)
-    with pytest.raises(ValueError, match="other settings of epochs, lr"):
+    with pytest.raises(ValueError, match="other settings of lr: resume it with its own"):
         fit(simple(), data(), folder=tmp_path, resume=True, epochs=2, batch_size=10, lr=0.2)
 
 

@@ -1,31 +1,44 @@
 """Three-pass learning for PyTorch: train on the loss and on its gradient at the input, at 4/3 of the arithmetic."""
 
+import warnings
+from importlib import metadata
 from typing import Any
 
 from . import models, reference
 from .core.engine import Result, three_pass
 from .core.gradient_loss import GradientResult, gradient_step
-from .errors import CaptureError, LeftOutWarning, NormalizationWarning, UncompiledWarning, UnsupportedError
+from .errors import (
+    CaptureError,
+    DivergedError,
+    LeftOutWarning,
+    NormalizationWarning,
+    UncompiledWarning,
+    UnsupportedError,
+)
 from .init import init_
+from .inspect.advise import Advice, advise
 from .inspect.alignment import Alignment, alignment
 from .inspect.coverage import Coverage, coverage
 from .inspect.variances import variances
-from .rules import Map, rule
+from .rules import Linearization, rule
 from .step import GradientStep, ThreePass, loss
 
 __all__ = [
+    "Advice",
     "Alignment",
     "CaptureError",
     "Coverage",
+    "DivergedError",
     "GradientResult",
     "GradientStep",
     "LeftOutWarning",
-    "Map",
+    "Linearization",
     "NormalizationWarning",
     "Result",
     "ThreePass",
     "UncompiledWarning",
     "UnsupportedError",
+    "advise",
     "alignment",
     "coverage",
     "fit",
@@ -45,4 +58,9 @@ def __getattr__(name: str) -> Any:
         from .train.loop import fit
 
         return fit
+    if name == "Map":
+        warnings.warn("threepass.Map is now threepass.Linearization", DeprecationWarning, stacklevel=2)
+        return Linearization
+    if name == "__version__":
+        return metadata.version("threepass")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

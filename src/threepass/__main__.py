@@ -6,10 +6,10 @@ from typing import NoReturn
 def run_and_exit() -> NoReturn:
     try:
         from .cli import main
-    except ModuleNotFoundError as error:
-        if error.name != "cyclopts":
-            raise
-        raise SystemExit("threepass: the command line needs cyclopts: pip install 'threepass[train]'") from error
+    except ImportError as error:
+        if error.name == "cyclopts":
+            error = ImportError("the command line needs cyclopts: pip install 'threepass[train]'")
+        raise SystemExit(f"threepass: {error}") from error
     raise SystemExit(main())
 
 

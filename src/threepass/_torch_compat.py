@@ -74,6 +74,7 @@ __all__ = [
     "has_gradient_hooks",
     "has_saved_tensor_hooks",
     "is_dynamo_imported",
+    "is_wrapped_by_compile",
     "keep_for_inductor",
     "kernel_switches",
     "local_scalar_dense",
@@ -246,6 +247,11 @@ def set_trace_switches(compiling: bool, validate: bool, check: Any) -> None:
 def is_dynamo_imported() -> bool:
     """Whether something may have been compiled by `torch.compile`; seen in 2.10 to 2.13."""
     return "torch._dynamo" in sys.modules
+
+
+def is_wrapped_by_compile(model: nn.Module) -> bool:
+    """Whether calls of the module run through `torch.compile(model)` or `model.compile()`; seen in 2.10 to 2.13."""
+    return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
 
 
 def compile_by_inductor(

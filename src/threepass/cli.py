@@ -8,14 +8,16 @@ import inspect
 import json
 import shlex
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
+from cyclopts import App, ArgumentCollection, CycloptsError, Parameter, Token, UnusedCliTokensError
 
-from .errors import CaptureError
+from .errors import CaptureError, DivergedError, UnsupportedError
+from .train import recipes
 from .train.config import Config
 
 if TYPE_CHECKING:
@@ -24,24 +26,35 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command; returns the exit code: 0, 1 after an error, 2 for bad usage, 130 after Ctrl-C."""
+    """Runs a command.
+
+    Returns the exit code: 0, 1 after an error, 2 for bad usage, 3 after training that diverged, 130 after Ctrl-C.
+    """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     debug = "--debug" in arguments
     sys.path.insert(0, "")  # a model of the user's own, "module:function", is looked for in the folder they stand in
     try:
         command, values = parse([a for a in arguments if a != "--debug"])
-        command(*values.args, **values.kwargs)
+        with warnings.catch_warnings():
+            if not debug:
+                warnings.showwarning = _show_warning  # type: ignore[assignment]
+            command(*values.args, **values.kwargs)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except (ValueError, TypeError, OSError, ImportError, CaptureError) as error:
+    except (ValueError, TypeError, OSError, ImportError, CaptureError, UnsupportedError, DivergedError) as error:
         if debug:
             raise
         print(f"threepass: {error}", file=sys.stderr)
-        return 1
+        return 3 if isinstance(error, DivergedError) else 1
     return 0 if arguments else 2  # without a command the help is shown
+
+
+def _show_warning(message: Warning | str, *where: Any) -> None:
+    """A warning as a user of the program reads it, without a line of source code."""
+    print(f"threepass: warning: {message}", file=sys.stderr)
 
 
 class UsageError(Exception):
@@ -51,14 +64,22 @@ class UsageError(Exception):
 def parse(arguments: list[str]) -> tuple[Callable[..., Any], inspect.BoundArguments]:
     """The command and its arguments, defaults included."""
     try:
-        command, values, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+        command, values, unparsed = app.parse_args(arguments, exit_on_error=False, print_error=False)
     except (CycloptsError, ValueError) as error:  # a ValueError comes from a dataclass that checks its fields
         name = "threepass " + arguments[0] if arguments[0] in app else "threepass"
         unused = error.unused_tokens if isinstance(error, UnusedCliTokensError) else None
         words = f"unexpected argument {unused[0]!r}" if unused else str(error).rstrip(".")
         raise UsageError(f"{name}: {words} (see {name} --help)") from error
+    if "given" in unparsed:
+        values.arguments["given"] = _given(arguments)
     values.apply_defaults()
     return command, values
+
+
+def _given(arguments: list[str]) -> frozenset[str]:
+    """The names of the flags that are there, whatever their values."""
+    flags = (argument.partition("=")[0] for argument in arguments if argument.startswith("--"))
+    return frozenset(flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags)
 
 
 @dataclass(frozen=True)
@@ -66,7 +87,7 @@ class Task:
     """What is trained on what.
 
     Args:
-        data: digits, mnist, fashion-mnist, cifar10, cifar100, or a folder of .npy / .npz arrays.
+        data: digits, mnist, fashion-mnist, cifar10, cifar100, a .npz file, or a folder of .npy / .npz arrays.
         model: mlp, plain20, resnet20 (or another depth 6n + 2), vit, or module:function of your own.
         model_options: for the model's function, as JSON.
         init: xavier, kaiming, geometric or balanced; default: the model's own initialisation.
@@ -83,13 +104,13 @@ class Task:
 
     @property
     def name(self) -> str:
-        return f"{self.model.replace(':', '-')}-{Path(self.data).name}"
+        return f"{self.model.replace(':', '-')}-{Path(self.data).name.removesuffix('.npz')}"
 
     def run(self, config: Config) -> "Run":
         from .train.runs import Run
 
         place = None if self.data_dir is None else str(self.data_dir)
-        return Run(self.data, self.model, json.loads(self.model_options), self.init, place, self.device, config)
+        return Run(self.data, self.model, _options(self.model_options), self.init, place, self.device, config)
 
 
 @dataclass(frozen=True)
@@ -129,7 +150,7 @@ class Measurement:
         from .bench.methods import METHODS
 
         settings = dataclasses.asdict(self)
-        options, methods = json.loads(settings.pop("model_options")), _words(settings.pop("methods"))
+        options, methods = _options(settings.pop("model_options")), _words(settings.pop("methods"))
         return Case(options=options, methods=methods or tuple(METHODS), **settings)
 
 
@@ -143,28 +164,43 @@ def train(
     task: Annotated[Task, Flat] = TASK,
     name: str | None = None,
     resume: Path | None = None,
+    keep_going: bool = False,
     config: Annotated[Config, Settings] = CONFIG,
+    given: Annotated[frozenset[str], Parameter(parse=False)] = frozenset(),
 ) -> None:
     """Train a model on a data set; metrics and checkpoints go to runs/NAME.
 
+    Which number to turn: start with --strength 0.1 and change it by factors of 3; threepass.advise(model, loss_fn, x,
+    y) says which mode. Settings that you leave out come from the recipe of the model and data set, if there is one
+    (mlp on digits or mnist, plain20 on cifar10 or cifar100); run.json has all of them.
+
     Args:
         name: of the run; default: MODEL-DATA. An existing run is never overwritten.
-        resume: go on with the run in this folder; all other flags are its own.
+        resume: go on with the run in this folder, by its own settings; --epochs with a larger number extends it.
+        keep_going: train on when the loss is not finite, instead of stopping with exit code 3.
     """
-    from .train.runs import Run, fresh
+    from .train.folder import created, resumed
+    from .train.metrics import in_words
+    from .train.runs import Run
 
+    run = task.run(config)
     if resume is not None:
-        folder, run = resume, Run.read(resume)
-    else:
-        folder, run = fresh(Path("runs") / (name or task.name)), task.run(config)
-    try:
-        result = run.train(folder, resume=resume is not None)
-    except KeyboardInterrupt:
-        print(f"threepass: to go on: threepass train --resume {folder}", file=sys.stderr)
-        raise
+        if "name" in given:
+            raise ValueError("--name is for a new run, and --resume goes on with an old one: leave one out")
+        values = {**vars(config), **vars(run)}
+        run = Run.read(resume).resumed({flag: values[flag] for flag in given & values.keys()})
+    trainer = run.trainer()
+    place = Path("runs") / (name or task.name)
+    with resumed(resume) if resume is not None else created(place, numbered=True) as folder:
+        trainer.begin(folder)
+        run.write(folder.path)
+        try:
+            result = trainer.run(keep_going=keep_going)
+        except (KeyboardInterrupt, SystemExit):
+            print(f"threepass: to go on: threepass train --resume {folder.path}", file=sys.stderr)
+            raise
     last = result.history[-1]
-    figures = f"loss {last['train_loss']:.4f}, validation error {last['val_error']:.2%}"
-    print(f"{folder}: epoch {last['epoch']}, {figures}, input loss {last['val_input_loss']:.4g}")
+    print(f"{folder.path}: epoch {last['epoch']}, loss {last['train_loss']:.4f}, {in_words(last)}")
 
 
 def compare(
@@ -179,6 +215,8 @@ def compare(
     config: Annotated[Config, Settings] = CONFIG,
 ) -> None:
     """Train by two passes and by three, on the same data order and initialisation, and write a report to runs/NAME.
+
+    Settings, alphas and strengths that you leave out come from the recipe of the model and data set, as in train.
 
     Args:
         demo: a small net on digits, with settings of its own: what `make demo` runs, in about two minutes.
@@ -235,7 +273,8 @@ def data(name: str, /, *, download: bool = False, data_dir: Path | None = None) 
 
     found = load(name, data_dir, download)
     sizes = f"{len(found.train)} training and {len(found.val)} validation examples"
-    print(f"{found.name}: {sizes} of shape {tuple(found.train.x.shape[1:])}, {len(found.classes)} classes")
+    kind = f"{len(found.classes)} classes" if found.classes else f"targets of shape {tuple(found.train.y.shape[1:])}"
+    print(f"{found.name}: {sizes} of shape {tuple(found.train.x.shape[1:])}, {kind}")
     print("mean", *(f"{m:.4f}" for m in found.mean), " std", *(f"{s:.4f}" for s in found.std))
 
 
@@ -249,7 +288,7 @@ def init_study(*, name: str = "init-study", depth: int = 8, width: int = 256, se
         seed: of weights and data.
     """
     from .study.init_study import run
-    from .train.runs import fresh
+    from .train.folder import fresh
 
     out = fresh(Path("runs") / name)
     run(out, depth=depth, width=width, seed=seed)
@@ -355,6 +394,30 @@ def reproduce(
     print(f"page: {claims.write(folder, page, scale)}")
 
 
+def _options(text: str) -> dict[str, Any]:
+    """What --model-options holds: a JSON object of keywords."""
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--model-options is not JSON ({error}): {text!r}") from error
+    if not isinstance(options, dict):
+        raise ValueError(f"--model-options must be a JSON object such as '{{\"width\": 32}}', got {text!r}")
+    return options
+
+
+def _fill_from_recipe(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Gives flags that the user left out the values of the recipe for their model and data."""
+    defaults = {"train": recipes.train_defaults, "compare": recipes.compare_defaults}.get("".join(commands))
+    given = {a.field_info.name: a.tokens[-1].value for a in arguments if a.tokens}
+    if defaults is None or {"resume", "demo"} & {*given}:
+        return
+    found = defaults(given.get("model", TASK.model), given.get("data", TASK.data), given)
+    for argument in arguments:
+        if argument.field_info.name in found:
+            value = found[argument.field_info.name]
+            argument.append(Token(keyword=argument.name, implicit_value=value, source="recipe"))
+
+
 def _words(given: tuple[str, ...]) -> tuple[str, ...]:
     """Words apart by spaces, commas or both."""
     return tuple(part for word in given for part in word.split(","))
@@ -363,8 +426,10 @@ def _words(given: tuple[str, ...]) -> tuple[str, ...]:
 COMMANDS: tuple[Callable[..., None], ...] = (compare, train, reproduce, bench, report, data, init_study)
 app = App(
     name="threepass",
-    help="Three-pass learning: train on the loss and on its gradient at the input. --debug shows tracebacks.",
+    help="Three-pass learning: train on the loss and on its gradient at the input.",
+    help_epilogue="--debug with any command shows tracebacks, and warnings with their source lines.",
     help_format="plaintext",
+    config=_fill_from_recipe,
     default_parameter=Parameter(consume_multiple=True, negative_iterable=(), negative_none=()),
 )
 for number, command in enumerate(COMMANDS):

@@ -48,12 +48,43 @@ class CaptureError(RuntimeError):
         self.step_seconds = step_seconds
 
 
+class DivergedError(ArithmeticError):
+    """Training stopped because the loss is not finite.
+
+    Attributes:
+        epoch: in which it happened, counted from 1.
+        step: of the whole run, counted from 1; None: every training loss was finite, the validation loss is not.
+    """
+
+    def __init__(self, epoch: int, batch: int | None, position: int):
+        self.epoch, self.step = epoch, None if batch is None else position + 1
+        where = f"validation loss after epoch {epoch}"
+        if batch is not None:
+            where = f"training loss at step {self.step} (epoch {epoch}, batch {batch + 1})"
+        super().__init__(
+            f"the {where} is not finite: training diverged. Lower the learning rate or the strength; "
+            "keep_going=True (--keep-going) trains on regardless"
+        )
+
+
 class LeftOutWarning(UserWarning):
     """A tensor in the step requires grad but is not a parameter of the model; no gradient is computed for it."""
 
 
 class UncheckedWarning(UserWarning):
     """A compiled step is used although it could not be compared with the float64 reference."""
+
+
+class AccumulationWarning(UserWarning):
+    """Gradients of several calls went into one update, and `batch_size` was not given."""
+
+
+class LossReductionWarning(UserWarning):
+    """The loss is a sum over the batch, and three passes expect a mean."""
+
+
+class MaskWarning(UserWarning):
+    """A floating-point mask counts as the input of a token model."""
 
 
 class UncompiledWarning(UserWarning):

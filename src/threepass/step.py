@@ -10,17 +10,20 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
+from ._torch_compat import is_wrapped_by_compile
 from .compile.programs import check_compile
 from .compile.step import AnyResult, Call, CompiledSteps, gradient_call, three_pass_call
 from .core import engine, gradient_loss
 from .core.carried import Carried
 from .core.engine import Result
 from .core.gradient_loss import GradientOptions, GradientResult
-from .core.options import Options, check_x
+from .core.misuse import AccumulationWatch, warn_of_masks, warn_of_sum
+from .core.options import Options, check_x, own_loss
 from .core.penalty import Penalty
 from .core.ranks import count_ranks, loss_through
 from .core.scaler import scaled, times
 from .core.wrt import Wrt
+from .errors import UncompiledWarning, warn_caller
 from .numerics.rounding import round_stochastically, seed_of
 
 
@@ -32,6 +35,12 @@ class _Step:
         self.model, self.loss_fn, self.calls = model, loss_fn, 0
         self.scaler: GradScaler | None = None
         self.compiled = CompiledSteps(model, loss_fn, required=compile == "require") if compile else None
+        if is_wrapped_by_compile(model) and not compile:
+            warn_caller(
+                f"the model is wrapped by torch.compile, which a {type(self).__name__} step does not use: it runs the "
+                f"original module eagerly. {type(self).__name__}(model, ..., compile=True) compiles the whole step",
+                UncompiledWarning,
+            )
 
     def _step(self, x: Any, y: Any, run: Callable[[nn.Module, Any], AnyResult], call: Callable[[], Call]) -> Any:
         """One call. run: the passes of a model on x; call: what is captured in their place."""
@@ -127,7 +136,7 @@ class ThreePass(_Step):
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: Callable[[Any, Any], Tensor],
+        loss_fn: Callable[[Any, Any], Tensor] | None,
         alpha: float | Callable[[int], float] = 0.1,
         reduction: str = "batch",
         mode: str = "paper",
@@ -153,20 +162,30 @@ class ThreePass(_Step):
             "batch_size": batch_size, "separate": separate, "penalty": penalty, "wrt": wrt,
         }  # fmt: skip
         Options(self.alpha(0), **self.options)
-        super().__init__(model, loss_fn, compile)
+        super().__init__(model, loss_fn or own_loss, compile)
         self.scaler = scaler
         self.result: Result | None = None
+        self._watch, self._is_first = AccumulationWatch(), True
 
-    def __call__(self, x: Any, y: Any) -> Result:
+    def __call__(self, x: Any, y: Any = None) -> Result:
         """Runs one step on a batch and adds its gradients to `p.grad`."""
         options, third = self._options()
+        if options.batch_size is None:
+            self._watch.before_call(self.model.parameters())
 
         def run(model: nn.Module, x: Any) -> Result:
             return self._run(model, x, y, options, third)
 
-        return self._step(x, y, run, lambda: three_pass_call(self.model, self.loss_fn, options, third))
+        r = self._step(x, y, run, lambda: three_pass_call(self.model, self.loss_fn, options, third))
+        self._watch.after_call(self.model.parameters())
+        if self._is_first:
+            self._is_first = False
+            warn_of_sum(self.model, self.loss_fn, x, y, r.output, r.loss)
+            if options.input_at is None and options.wrt is None:
+                warn_of_masks(self.model, x)
+        return r
 
-    def loss(self, x: Any, y: Any) -> Tensor:
+    def loss(self, x: Any, y: Any = None) -> Tensor:
         """Runs one step on a batch; returns the loss, whose `backward()` adds the step's gradients.
 
         For loops that call `backward()` themselves. The gradients are multiplied by whatever the loss is multiplied
@@ -208,9 +227,9 @@ class ThreePass(_Step):
 
 def loss(
     model: nn.Module,
-    loss_fn: Callable[[Any, Any], Tensor],
+    loss_fn: Callable[[Any, Any], Tensor] | None,
     x: Any,
-    y: Any,
+    y: Any = None,
     alpha: float = 0.1,
     reduction: str = "batch",
     mode: str = "paper",
@@ -258,7 +277,7 @@ class GradientStep(_Step):
         self.options = GradientOptions(value_fn, wrt, input_at)
         super().__init__(model, loss_fn, compile)
 
-    def __call__(self, x: Any, y: Any) -> GradientResult:
+    def __call__(self, x: Any, y: Any = None) -> GradientResult:
         """Runs one step on a batch and adds its gradients to `p.grad`."""
 
         def run(model: nn.Module, x: Any) -> GradientResult:

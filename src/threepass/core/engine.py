@@ -21,22 +21,23 @@ from torch import Tensor, nn
 from .._torch_compat import tree_leaves, tree_map
 from ..errors import UnsupportedError
 from ..numerics.precision import accumulate_dtype, seed_op, start
-from ..tape.inputs import inputs_inside, paths_kept
-from ..tape.intercept import functions_seen
+from ..tape.inputs import module_output_as_input, tracking_module_paths
+from ..tape.intercept import intercepting_functions
 from ..tape.operation import Operation
 from ..tape.record import Record
-from ..tape.state import trainable_surroundings, unchanged_on_error
+from ..tape.signals import ActivationMeta
+from ..tape.state import autograd_enabled, unchanged_on_error
 from .exact import backward_again
 from .gradients import Gradients
-from .options import InputOptions, Options, check_loss, check_model, check_x
+from .options import InputOptions, Options, check_loss, check_model, check_x, own_loss
 from .penalty import Penalty, evaluate
-from .plan import Plan, Scale, Signal, make_plan
+from .plan import Operand, Plan, Scale, make_plan
 from .propagation import Errors, Propagation
 from .warn import warn_of_norms, warn_of_other_leaves
 from .wrt import Wrt, is_float, like_inputs, map_inputs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """The result of one step.
 
@@ -61,12 +62,18 @@ class Result:
     backprop_grads: dict[str, Tensor] | None
     third_grads: dict[str, Tensor] | None
 
+    def __repr__(self) -> str:
+        """In one line; tensors are attributes."""
+        terms = "" if self.third_grads is None else ", backprop_grads, third_grads"
+        losses = f"loss={self.loss.item():.4g}, input_loss={self.input_loss.item():.4g}"
+        return f"Result({losses}, grads of {len(self.grads)} parameters; also output, input_grad{terms})"
+
 
 def three_pass(
     model: nn.Module,
-    loss_fn: Callable[[Any, Any], Tensor],
+    loss_fn: Callable[[Any, Any], Tensor] | None,
     x: Any,
-    y: Any,
+    y: Any = None,
     alpha: float = 0.1,
     reduction: str = "batch",
     mode: str = "paper",
@@ -83,7 +90,8 @@ def three_pass(
 
     Args:
         model: any module; `model(x)`, `model(*x)` for a tuple or `model(**x)` for a dict gives the output.
-        loss_fn: `loss_fn(output, y)`, a scalar mean over the samples.
+        loss_fn: `loss_fn(output, y)`, a scalar mean over the samples; None: the loss that the model itself returns, as
+            `output.loss` or `output["loss"]`.
         x: what the model takes; samples lie along dimension 0.
         y: what the loss takes.
         alpha: the weight of backpropagation, in [0, 1]; 1 is plain training.
@@ -103,7 +111,7 @@ def three_pass(
             them in a tuple; default: all floating-point tensors of x. Gradients are then a tensor, or a dict.
     """
     options = Options(alpha, reduction, mode, strength, input_at, batch_size, separate, penalty, wrt)
-    return run(model, loss_fn, x, y, options)
+    return run(model, loss_fn or own_loss, x, y, options)
 
 
 def run(
@@ -152,7 +160,7 @@ def _three_passes(step: _Step, module_paths: bool) -> Result:
     model, options = step.model, step.options
     check_model(model)
     samples = check_x(step.x, options)
-    with trainable_surroundings(), unchanged_on_error(model):
+    with autograd_enabled(), unchanged_on_error(model):
         # Pass 1: l = loss(w(x), y). The tape records every operation that depends on the input. The options and the
         # tape then decide how the gradients of passes 2 and 3 are combined.
         tape = Record(next(model.parameters()).device.type, module_paths)
@@ -177,8 +185,7 @@ def _three_passes(step: _Step, module_paths: bool) -> Result:
         with torch.no_grad():
             steps = forward_again(tape, dx, t_0, errors, gradients)
             if plan.exact:
-                begin = [(tape.place(loss), torch.ones_like(loss) * (plan.loss_error * plan.back))]
-                backward_again(tape, steps, begin if plan.is_joint else [], gradients)
+                backward_again(tape, steps, _start_of_backward(tape, plan, loss), gradients)
         if tape.problems:
             raise UnsupportedError(tape.problems)
         if step.warn:
@@ -204,22 +211,22 @@ def forward(
     x, y = tree_map(_usable, (x, y))
     with contextlib.ExitStack() as stack:
         if tape.module_paths:
-            stack.enter_context(paths_kept(model, tape))
+            stack.enter_context(tracking_module_paths(model, tape))
         if input_at is None and any(map(is_float, tree_leaves(x))):
             x = map_inputs(x, options.wrt, tape.add_input)
         else:
-            tape.inside = True
-            stack.enter_context(inputs_inside(model, tape, input_at))
-        stack.enter_context(functions_seen())
+            tape.has_internal_input = True
+            stack.enter_context(module_output_as_input(model, tape, input_at))
+        stack.enter_context(intercepting_functions())
         stack.enter_context(tape)
         output = model(*x) if isinstance(x, tuple) else model(**x) if isinstance(x, Mapping) else model(x)
         loss = loss_fn(output, y)
     if not tape.inputs:
         where = "no embedding" if input_at is None else f"input_at={input_at!r}: that module did not"
-        raise ValueError(f"{where} run, so there is no input to go back to")
+        raise ValueError(f"{where} run, so there is no input to differentiate with respect to")
     check(loss)
     if tape.is_active(loss):
-        tape.check_known("loss_fn", loss)
+        tape.check_recorded("loss_fn", loss)
     if tape.problems and (not tape.is_active(loss) or not tape.operations):
         raise UnsupportedError(tape.problems)
     if not tape.is_active(loss):
@@ -233,18 +240,18 @@ def backward(tape: Record, plan: Plan, loss: Tensor) -> tuple[list[Tensor], dict
     """Pass 2: dl/dx, and the errors of every operation with weights (in exact mode, also of every nonlinear one)."""
     if plan.frees_activations:
         for op in tape.operations:
-            op.keep_gates()
-    ops = [op for op in tape.operations if op.weights or (plan.exact and op.needs_error)]
+            op.free_activation()
+    ops = [op for op in reversed(tape.operations) if op.weights or (plan.exact and op.needs_error)]
     leaves = [leaf for _, leaf, _ in tape.inputs]
-    wanted: list[Any] = [*leaves, *(z for op in ops for z in (*op.edges, *(leaf for _, leaf in op.leaves)))]
-    with tape.rerunning():
+    wanted: list[Any] = [*leaves, *(z for op in ops for z in (*op.error_edges, *(leaf for _, leaf in op.leaves)))]
+    with tape.recomputing():
         grads = iter(torch.autograd.grad(loss, wanted, torch.ones_like(loss) * plan.loss_error, allow_unused=True))
     dx = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=False)]
     errors = {}
     for op in ops:
-        d = [op.error_at_output(next(grads)) for _ in op.edges]
+        d = [op.error_at_output(next(grads)) for _ in op.error_edges]
         errors[op] = Errors(d, [next(grads) for _ in op.leaves])
-        for i, changed in op.bent.items() if not op.leaves else ():
+        for i, changed in op.hooked_errors.items() if not op.leaves else ():
             d[i] = changed
     return dx, errors
 
@@ -262,11 +269,11 @@ def forward_again(
         if source.requires_grad:  # computed from weights upstream of the input
             gradients.add(source, g, None)
         if t is not None:
-            signals.put(z, gradients.mix(source.detach(), t) if plan.case.carried is Signal.MIX else t)
+            signals.put(z, gradients.mix(source.detach(), t) if plan.case.carried is Operand.MIX else t)
     steps = []
     for op in tape.consume():
         out = None
-        with tape.explaining(op):
+        with tape.collecting_problems(op):
             step = Propagation(op, errors.pop(op, None), [signals.get(z) for _, z in op.active])
             out = step.forward(gradients)
             if plan.exact:
@@ -293,8 +300,13 @@ def _start(plan: Plan, dx: list[Tensor], slopes: list[Tensor] | None, batch: flo
     return [t.to(g.dtype) for t, g in zip(t_0, dx, strict=True)], third_scale
 
 
+def _start_of_backward(tape: Record, plan: Plan, loss: Tensor) -> list[tuple[ActivationMeta, Tensor]]:
+    """R{d} at the loss: zero, or with a joint backward pass the error of the loss."""
+    return [(tape.meta_of(loss), torch.ones_like(loss) * (plan.loss_error * plan.back))] if plan.is_joint else []
+
+
 def check_hooks(tape: Record, advice: str) -> None:
-    if any(op.bent for op in tape.operations):
+    if any(op.hooked_errors for op in tape.operations):
         tape.problem("register_hook", "a tensor's hook changes its error", advice)
 
 
@@ -325,11 +337,11 @@ def _input_grad(dx: list[Tensor], plan: Plan, step: _Step, tape: Record) -> Any:
 
 def like_x(x: Any, options: InputOptions, tape: Record, tensors: list[Tensor]) -> Any:
     """A tensor for each input, structured like x (`wrt.py`); of inputs inside the model, a tensor or a tuple."""
-    if tape.inside:
+    if tape.has_internal_input:
         return tensors[0] if len(tensors) == 1 else tuple(tensors)
     return like_inputs(x, options.wrt, tensors)
 
 
 def _usable(z: Any) -> Any:
-    """A tensor made under inference_mode cannot take part in a backward pass; a copy of it can."""
+    """A tensor created under inference_mode cannot be used in a backward pass; a copy of it can."""
     return z.clone() if isinstance(z, Tensor) and z.is_inference() else z

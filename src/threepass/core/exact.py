@@ -21,13 +21,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..tape.record import Record
-from ..tape.signals import Spot
+from ..tape.signals import ActivationMeta
 from .gradients import Gradients
 from .propagation import Propagation
 
 
 def backward_again(
-    tape: Record, steps: list[Propagation], start: Sequence[tuple[Spot, Tensor]], gradients: Gradients
+    tape: Record, steps: list[Propagation], start: Sequence[tuple[ActivationMeta, Tensor]], gradients: Gradients
 ) -> None:
     """Propagates R{d} backward and adds its products to the gradients; consumes the steps that pass 3 returned.
 
@@ -38,11 +38,11 @@ def backward_again(
         signals.add(z, value)
     while steps:
         step = steps.pop()
-        with tape.explaining(step.op):
+        with tape.collecting_problems(step.op):
             r = [signals.take(u) for u in step.op.outputs]
             if all(e is None for e in (*step.d, *r)):
                 continue
-            wanted = any(tape.wants(z) for _, z in step.op.active)
+            wanted = any(tape.needs_error(z) for _, z in step.op.active)
             for (_, z), s in zip(step.op.active, step.pull(r, gradients, wanted), strict=True):
                 if s is not None:
                     signals.add(z, s)

@@ -27,8 +27,8 @@ from .._torch_compat import tree_map
 from ..errors import UnsupportedError
 from ..numerics.precision import power_of_two, seed_op
 from ..tape.record import Record
-from ..tape.signals import Spot
-from ..tape.state import trainable_surroundings, unchanged_on_error
+from ..tape.signals import ActivationMeta
+from ..tape.state import autograd_enabled, unchanged_on_error
 from .engine import backward, check_hooks, forward, forward_again, like_x
 from .exact import backward_again
 from .gradients import Gradients
@@ -85,7 +85,7 @@ def gradient_step(
     model: nn.Module,
     loss_fn: Callable[[Any, Any, Any], Tensor],
     x: Any,
-    y: Any,
+    y: Any = None,
     value_fn: Callable[[Any], Tensor] | None = None,
     wrt: Wrt = None,
     input_at: str | None = None,
@@ -145,7 +145,7 @@ def _passes(model, loss_fn, x, y, options: GradientOptions, warn: bool, seed, mo
     x = dict(x) if isinstance(x, Mapping) else x
     check_tensors(x, options.wrt)
     x = map_inputs(x, options.wrt, lambda z: z.detach() if z.is_leaf else z)  # many set requires_grad on it
-    with trainable_surroundings(), unchanged_on_error(model):
+    with autograd_enabled(), unchanged_on_error(model):
         # Pass 1: forward, to the value.
         tape = Record(next(model.parameters()).device.type, module_paths)
         value_fn = options.value_fn or _summed
@@ -206,11 +206,11 @@ class DifferentiatedLoss:
         self.e, self.direct = ([(z, (e.float() / size).to(e.dtype)) for z, e in each] for each in (self.e, self.direct))
         return size
 
-    def starts(self, tape: Record, gradients: Gradients) -> list[tuple[Spot, Tensor]]:
+    def starts(self, tape: Record, gradients: Gradients) -> list[tuple[ActivationMeta, Tensor]]:
         """Where R{d} starts, and as what. Outputs that do not depend on the input are weights and get a gradient."""
         for z, e in (*self.direct, *((z, e) for z, e in self.e if not tape.is_active(z))):
             gradients.add(z, None, e)
-        return [(tape.place(z), e) for z, e in self.e if tape.is_active(z)]
+        return [(tape.meta_of(z), e) for z, e in self.e if tape.is_active(z)]
 
 
 def differentiate(

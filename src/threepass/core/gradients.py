@@ -1,4 +1,4 @@
-"""The weights' gradients: the products of errors and signals, added up by weight and passed on to the parameters."""
+"""The weights' gradients: products of errors with activations and tangents, summed and passed on to parameters."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..numerics.packed import together
 from ..numerics.precision import accumulate_dtype, kept_op, mix_op, round_op
-from ..rules.table import Map
+from ..rules.table import Linearization
 from ..tape.operation import Operation
-from .plan import MixForm, Plan, Scale, Signal
+from .plan import MixForm, Operand, Plan, Scale
 
 ByWeight = dict[int, tuple[Tensor, Tensor]]  # id of a weight -> the weight, its gradient
 ByName = dict[str, Tensor]
@@ -26,47 +26,50 @@ class Gradients:
         plan: which products are taken.
         third_scale: what the third pass's gradients are multiplied by to undo the scales of t and d.
         seed: of stochastic rounding, in a compiled step.
-        products: the sums of the products with each signal.
+        products: for each operand, the sums of its products with errors. Products that have both weights already are
+            in the sums of the mix.
     """
 
     plan: Plan
     third_scale: Scale
     seed: Tensor | None = None
-    products: dict[Signal, ByWeight] = field(default_factory=lambda: {Signal.MIX: {}, Signal.A: {}, Signal.T: {}})
+    products: dict[Operand, ByWeight] = field(default_factory=lambda: {Operand.MIX: {}, Operand.A: {}, Operand.T: {}})
 
-    def add_products(self, op: Operation, m: Map, d: Tensor, s: Tensor | None) -> None:
-        """A fast rule's products of the error d; s is what pass 3 carries, at the signal that the weights multiply."""
-        factors = self._factors(m, s)
+    def add_products(self, op: Operation, lin: Linearization, d: Tensor, s: Tensor | None) -> None:
+        """A fast rule's products with d; s: what pass 3 carries of the signal that the weights multiply."""
+        operands = self._operands(lin, s)
         for i, weight in op.weights:
             value = op.values[i]
-            if value not in m.add:
-                for signal, factor in factors:
-                    term = Signal.MIX if self.plan.is_joint else signal  # its tangent carries the weight
-                    _accumulate(self.products[term], weight, m.grad[value](d, factor))
+            if value not in lin.add:
+                for operand, z in operands:
+                    has_weight = self.plan.is_joint  # pass 3 started from third * t_0
+                    _accumulate(self.products[Operand.MIX if has_weight else operand], weight, lin.grad[value](d, z))
             elif not self.plan.is_joint:
-                self.add(weight, m.add[value](d), None)
+                self.add(weight, lin.add[value](d), None)
 
-    def add_tapped(self, op: Operation, m: Map, d: Tensor, s: Tensor | None, backprop: list[Tensor | None]) -> None:
+    def add_tapped(
+        self, op: Operation, lin: Linearization, d: Tensor, s: Tensor | None, backprop: list[Tensor | None]
+    ) -> None:
         """A rule with a tap: d is the error of a, and pass 2 has already computed backpropagation's gradients."""
         for i, weight in op.weights:
             value = op.values[i]
             given = next(g for (leaf_of, _), g in zip(op.leaves, backprop, strict=True) if leaf_of is value)
-            self.add(weight, given, m.third[value](d, s) if value in m.third and s is not None else None)
+            self.add(weight, given, lin.third[value](d, s) if value in lin.third and s is not None else None)
 
-    def add_pulled(self, op: Operation, m: Map, r: Tensor) -> None:
+    def add_pulled(self, op: Operation, lin: Linearization, r: Tensor) -> None:
         """Exact mode's products of R{d} with the signal."""
         for i, weight in op.weights:
             value = op.values[i]
-            product = m.add[value](r) if value in m.add else m.grad[value](r, m.signal)
-            _accumulate(self.products[Signal.T], weight, product)
+            product = lin.add[value](r) if value in lin.add else lin.grad[value](r, lin.signal)
+            _accumulate(self.products[Operand.T], weight, product)
 
     def add(self, weight: Tensor, backprop: Tensor | None, third: Tensor | None) -> None:
         """Adds to the two terms; with a joint backward pass, backpropagation's own term is part of the third."""
         if self.plan.is_joint:
-            _accumulate(self.products[Signal.MIX], weight, third)
+            _accumulate(self.products[Operand.MIX], weight, third)
             return
-        _accumulate(self.products[Signal.A], weight, backprop)
-        _accumulate(self.products[Signal.T], weight, third)
+        _accumulate(self.products[Operand.A], weight, backprop)
+        _accumulate(self.products[Operand.T], weight, third)
 
     def mix(self, a: Tensor, t: Tensor) -> Tensor:
         """The mix of a and t, in the plan's form."""
@@ -79,20 +82,20 @@ class Gradients:
             return torch.lerp(t, a, back)
         return torch.add(a * back if back != 1 else a, t, alpha=third)
 
-    def _factors(self, m: Map, s: Tensor | None) -> list[tuple[Signal, Tensor]]:
-        """The signals that the plan multiplies by d; where no tangent arrives, a alone."""
+    def _operands(self, lin: Linearization, s: Tensor | None) -> list[tuple[Operand, Tensor]]:
+        """What the plan multiplies by d; without a tangent, a alone."""
         carried, multiplied = self.plan.case.carried, self.plan.case.multiplied
         if s is None:
-            multiplied = () if self.plan.is_joint else (Signal.A,)
-        factors = []
-        for signal in multiplied:
-            factor = s if signal is carried else m.signal if signal is Signal.A else self._product_mix(m.signal, s)
-            assert factor is not None  # a tangent of the signal comes with the signal
-            factors.append((signal, factor))
-        return factors
+            multiplied = () if self.plan.is_joint else (Operand.A,)
+        operands = []
+        for operand in multiplied:
+            z = s if operand is carried else lin.signal if operand is Operand.A else self._mix_at_weight(lin.signal, s)
+            assert z is not None
+            operands.append((operand, z))
+        return operands
 
-    def _product_mix(self, a: Tensor | None, t: Tensor | None) -> Tensor:
-        assert a is not None
+    def _mix_at_weight(self, a: Tensor | None, t: Tensor | None) -> Tensor:
+        assert a is not None  # a tangent of the signal comes with the signal
         assert t is not None
         return mix_op(a, t, self._kept_ratio, self.seed) if self.plan.mix_form is MixForm.RELATIVE else self.mix(a, t)
 
@@ -111,14 +114,14 @@ class Gradients:
         """What backpropagation's gradients are multiplied by to undo the scale of d."""
         return 1 / self.plan.error_unit
 
-    def _scales(self) -> dict[Signal, Scale]:
-        """What the products with each signal are multiplied by."""
+    def _scales(self) -> dict[Operand, Scale]:
+        """What the products with each operand are multiplied by."""
         back = self.plan.back * self._error_scale
         third = 1.0 if self.plan.is_joint else self.plan.third
         return {
-            Signal.MIX: back if self.plan.mix_form is MixForm.RELATIVE else 1.0,
-            Signal.A: back,
-            Signal.T: third * self.third_scale,
+            Operand.MIX: back if self.plan.mix_form is MixForm.RELATIVE else 1.0,
+            Operand.A: back,
+            Operand.T: third * self.third_scale,
         }
 
     def count_other_leaves(self, model: nn.Module) -> int:
@@ -131,11 +134,11 @@ class Gradients:
         """r.grads, and if they were asked for the two terms, unweighted, by parameter name."""
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         dense = self.plan.has_dense_terms
-        terms = {signal: _by_name(parameters, term, dense) for signal, term in self.products.items()}
+        terms = {operand: _by_name(parameters, term, dense) for operand, term in self.products.items()}
         grads = self._sum(parameters, terms, self._scales(), own_format=self.plan.compiled)
         if not self.plan.separate:
             return grads, None, None
-        unscale = {Signal.A: self._error_scale, Signal.T: self.third_scale}
+        unscale = {Operand.A: self._error_scale, Operand.T: self.third_scale}
         backprop, third = (
             {n: g[n] if n in g else torch.zeros_like(grads[n], dtype=accumulate_dtype(grads[n].dtype)) for n in grads}
             for g in (self._sum(parameters, {z: terms[z]}, unscale) for z in unscale)
@@ -145,22 +148,22 @@ class Gradients:
     def _sum(
         self,
         parameters: dict[str, nn.Parameter],
-        terms: dict[Signal, ByName],
-        scales: Mapping[Signal, Scale],
+        terms: dict[Operand, ByName],
+        scales: Mapping[Operand, Scale],
         own_format: bool = False,
     ) -> ByName:
         """The sum of every parameter's terms, each times its scale.
 
         Parameters of the same format that have the same terms are summed together.
         """
-        groups: dict[tuple[tuple[Signal, ...], torch.dtype], list[str]] = {}
+        groups: dict[tuple[tuple[Operand, ...], torch.dtype], list[str]] = {}
         for name, p in parameters.items():
-            if present := tuple(signal for signal, term in terms.items() if name in term):
+            if present := tuple(operand for operand, term in terms.items() if name in term):
                 groups.setdefault((present, p.dtype if own_format else accumulate_dtype(p.dtype)), []).append(name)
         sums: ByName = {}
         for (present, dtype), names in groups.items():
-            total = partial(_total, [scales[signal] for signal in present], dtype, self.seed)
-            columns = [[terms[signal][name] for name in names] for signal in present]
+            total = partial(_total, [scales[operand] for operand in present], dtype, self.seed)
+            columns = [[terms[operand][name] for name in names] for operand in present]
             one_by_one = not self.plan.compiled or (len(present) == 1 and _is_one(scales[present[0]]))
             sums |= zip(names, (map if one_by_one else together)(total, *columns), strict=True)
         return {name: sums[name] for name in parameters if name in sums}

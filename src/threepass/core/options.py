@@ -1,4 +1,4 @@
-"""The options of three passes, and what is checked before the first one runs."""
+"""The options of a step, and checks of its arguments."""
 
 import math
 from collections.abc import Mapping
@@ -26,12 +26,13 @@ class InputOptions(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `three_pass`, and what follows from them.
+    """The options of `three_pass`, and values that follow from them.
 
-    `back` and `third` are the weights of the two terms. `ranks` is the number of processes over which the gradients
-    will be averaged (`ranks.py`): this rank then computes `ranks` times its part of the whole batch's gradient.
-    `part(n)` is the size of a batch whose mean loss gives n samples that weight, and t_0 = `scale(part)` * dl/dx, where
-    l is the loss with that weight.
+    back, third  the weights of backpropagation and of the third pass in the gradients
+    ranks        the number of processes over which the gradients will be averaged (`ranks.py`): each rank computes
+                 `ranks` times its part of the whole batch's gradient
+    part(n)      the size of the batch in whose mean loss the n samples of this call are counted
+    scale(part)  t_0 is this times dl/dx, where l is that mean loss
     """
 
     alpha: float = 0.1
@@ -94,12 +95,12 @@ def check_model(model: Any) -> None:
     check_parallel(model)
     parameters = list(model.parameters())
     if any(is_lazy(p) for p in parameters):
-        raise ValueError("the model has lazy parameters without a shape yet: run model(x) once before")
+        raise ValueError("the model has uninitialized lazy parameters: run model(x) once before")
     if not any(p.requires_grad for p in parameters):
-        raise ValueError("no parameter of the model needs a gradient: set requires_grad on what is to be trained")
+        raise ValueError("no parameter of the model requires grad: call requires_grad_() on those to be trained")
     if any(p.is_inference() for p in parameters):
         raise ValueError(
-            "parameters were made under torch.inference_mode and cannot be trained: make the model outside"
+            "parameters were created under torch.inference_mode and cannot be trained: create the model outside of it"
         )
 
 
@@ -114,7 +115,7 @@ def check_tensors(x: Any, wrt: Wrt) -> list[Tensor]:
         raise TypeError(f"x must be a tensor, or a tuple or dict of what the model takes, got {type(x).__name__}")
     tensors = [z for z in tree_leaves(dict(x) if isinstance(x, Mapping) else x) if isinstance(z, Tensor)]
     if not tensors:
-        raise TypeError("x holds no tensor")
+        raise TypeError("x contains no tensor")
     if any(z.is_complex() for z in tensors):
         raise TypeError("x is complex: the input loss is defined for real inputs; pass torch.view_as_real(x)")
     check_wrt(x, wrt)
@@ -133,6 +134,17 @@ def check_x(x: Any, options: Options) -> int:
     if options.batch_size is not None and options.batch_size < samples:
         raise ValueError(f"batch_size={options.batch_size} is less than the {samples} samples in x")
     return samples
+
+
+def own_loss(output: Any, y: Any) -> Any:
+    """`loss_fn=None`: the loss that the model itself returns, as `output.loss` or `output["loss"]`."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None:
+        raise ValueError(
+            f"loss_fn=None takes the model's own loss, but its output, a {type(output).__name__}, has none: pass a "
+            "loss_fn, or pass in x what the model needs to compute a loss (labels, for models of transformers)"
+        )
+    return loss
 
 
 def check_loss(loss: Any, scalar: str = "the mean over the batch") -> None:

@@ -19,8 +19,8 @@ from .options import Options
 Scale = float | Tensor
 
 
-class Signal(Enum):
-    """What an error can be multiplied by to give a weight's gradient."""
+class Operand(Enum):
+    """What the error d is multiplied by to give a weight's gradient, or a term of it."""
 
     A = "a, the activation: the gradient of backpropagation"
     T = "t, its tangent: the gradient of the third pass"
@@ -28,16 +28,16 @@ class Signal(Enum):
 
 
 class Case(NamedTuple):
-    """A row of the table below.
+    """A row of the table in `Terms`.
 
-    carried: the signal that pass 3 propagates; None: there is no pass 3.
-    multiplied: the signals that are multiplied by d; each product is one term of the weight's gradient.
-    error_freed_first: d is multiplied and freed before the signal is propagated through the operation, else after.
-    frees_activations: only gates (the signs of rectified activations) are kept from pass 1, and a is freed.
+    carried: what pass 3 propagates; None: there is no pass 3.
+    multiplied: what d is multiplied by at a weight; each product is one term of the weight's gradient.
+    error_freed_first: d is multiplied and freed before the tangent is propagated through the operation, else after.
+    frees_activations: a is freed before pass 2; of pass 1 only the signs of rectified activations are needed.
     """
 
-    carried: Signal | None
-    multiplied: tuple[Signal, ...]
+    carried: Operand | None
+    multiplied: tuple[Operand, ...]
     error_freed_first: bool = False
     frees_activations: bool = False
 
@@ -55,11 +55,11 @@ class Terms(Enum):
                     back * d + third * R{d} and takes its product with a (`exact.py`).
     """
 
-    BACKPROP_ONLY = Case(None, (Signal.A,))
-    SEPARATE = Case(Signal.T, (Signal.A, Signal.T))
-    MIXED_PRODUCT = Case(Signal.T, (Signal.MIX,))
-    MIXED_SIGNAL = Case(Signal.MIX, (Signal.MIX,), frees_activations=True)
-    JOINT_BACKWARD = Case(Signal.T, (Signal.T,), error_freed_first=True)
+    BACKPROP_ONLY = Case(None, (Operand.A,))
+    SEPARATE = Case(Operand.T, (Operand.A, Operand.T))
+    MIXED_PRODUCT = Case(Operand.T, (Operand.MIX,))
+    MIXED_SIGNAL = Case(Operand.MIX, (Operand.MIX,), frees_activations=True)
+    JOINT_BACKWARD = Case(Operand.T, (Operand.T,), error_freed_first=True)
 
 
 class MixForm(Enum):

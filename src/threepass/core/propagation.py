@@ -5,11 +5,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..rules import generic
-from ..rules.linearity import is_flat
-from ..rules.table import Map
+from ..rules.linearity import is_affine
+from ..rules.table import Linearization
 from ..tape.operation import Operation
 from .gradients import Gradients
-from .plan import Plan, Signal
+from .plan import Operand, Plan
 
 Tensors = list[Tensor | None]
 
@@ -18,11 +18,11 @@ class Errors(NamedTuple):
     """What pass 2 computed for an operation.
 
     d: the errors of its outputs u; where the rule has a tap, of its input a.
-    weights: where the rule has a tap, the gradients of the weights, by which `op.leaves` are ordered.
+    weight_grads: where the rule has a tap, the gradients of the weights, in the order of `op.leaves`.
     """
 
     d: Tensors
-    weights: Tensors
+    weight_grads: Tensors
 
 
 class Propagation:
@@ -30,18 +30,18 @@ class Propagation:
 
     def __init__(self, op: Operation, errors: Errors | None, t: Tensors):
         self.op, self.t = op, t
-        self.d, self.weight_errors = errors or Errors([None] * len(op.outputs), [])
-        self.map = op.map()
-        has_signal = self.map is not None and self.map.signal is not None
-        self.s = self.map.tangent(t[0]) if self.map and has_signal and t[0] is not None else None
+        self.d, self.weight_grads = errors or Errors([None] * len(op.outputs), [])
+        self.linearization = op.linearize()
+        lin = self.linearization
+        self.s = None if lin is None or lin.signal is None or t[0] is None else lin.tangent(t[0])  # of the signal
 
     @property
     def is_linear(self) -> bool:
         """Whether u is known to be (piecewise) linear in a: then R{d} needs neither d nor t here."""
-        if self.map is not None:
-            is_flat_rule = self.op.rule is not None and self.op.rule.flat
-            return is_flat_rule or (self.map.pull is not None and self.map.curve is None)
-        return not self.op.weights and is_flat(self.op.func)
+        if self.linearization is not None:
+            has_flat_rule = self.op.rule is not None and self.op.rule.flat
+            return has_flat_rule or (self.linearization.pull is not None and self.linearization.curve is None)
+        return not self.op.weights and is_affine(self.op.func)
 
     def forward(self, gradients: Gradients) -> Tensors | None:
         """Pass 3 at this operation: adds the weights' gradients, and returns the tangents of u if they are needed.
@@ -61,35 +61,35 @@ class Propagation:
 
     def push(self, plan: Plan) -> Tensors:
         """The tangents of u; where pass 3 carries the mix, t is the mix of a, and this returns the mix of u."""
-        if self.map is None:
+        if self.linearization is None:
             return generic.push(self.op, self.t)
-        if plan.case.carried is Signal.MIX:
-            assert self.map.mix is not None
+        if plan.case.carried is Operand.MIX:
+            assert self.linearization.mix is not None
             assert self.t[0] is not None
-            return [self.map.mix(self.t[0], plan.back)]
+            return [self.linearization.mix(self.t[0], plan.back)]
         if self.s is not None:
-            return [self.map.push(self.s)]
-        return [self.map.push(*self._by_position())]
+            return [self.linearization.push(self.s)]
+        return [self.linearization.push(*self._by_position())]
 
     def add_gradients(self, gradients: Gradients) -> None:
         """Adds the gradients of p that passes 2 and 3 give."""
         if not self.op.weights or all(e is None for e in self.d):
             return
-        if self.map is not None and self.d[0] is not None:
+        if self.linearization is not None and self.d[0] is not None:
             if self.op.leaves:
-                gradients.add_tapped(self.op, self.map, self.d[0], self.s, self.weight_errors)
+                gradients.add_tapped(self.op, self.linearization, self.d[0], self.s, self.weight_grads)
             else:
-                gradients.add_products(self.op, self.map, self.d[0], self.s)
+                gradients.add_products(self.op, self.linearization, self.d[0], self.s)
             return
         t = self.t if any(s is not None for s in self.t) else None
         self._add_generic(gradients, *generic.derive(self.op, self.d, t, back=not gradients.plan.is_joint)[:2])
 
     def pull(self, r: Tensors, gradients: Gradients, wanted: bool) -> Tensors:
         """Exact mode: R{d} of a from r, the R{d} of u; adds R{d} (x) a, and pass 3's products if they are not yet."""
-        if self.map is not None and self.map.pull is not None:
-            return [self._pull(self.map, r[0], gradients, wanted)]
-        if self.map is not None and self.map.bend is not None:
-            pulled = self.map.bend(r, self.d, self._by_position()) if wanted else [None] * self.op.arity
+        if self.linearization is not None and self.linearization.pull is not None:
+            return [self._pull(self.linearization, r[0], gradients, wanted)]
+        if self.linearization is not None and self.linearization.bend is not None:
+            pulled = self.linearization.bend(r, self.d, self._by_position()) if wanted else [None] * self.op.arity
             return [pulled[i] for i, _ in self.op.active]
         *terms, pulled = generic.derive(self.op, self.d, self.t, r, curvature=True, back=not gradients.plan.is_joint)
         self._add_generic(gradients, *terms)
@@ -97,23 +97,23 @@ class Propagation:
 
     def free_signals(self) -> None:
         """Frees d and t: from here on the operation is its Jacobian, and `pull` adds no curvature."""
-        self.d, self.weight_errors = [None] * len(self.d), []
+        self.d, self.weight_grads = [None] * len(self.d), []
         self.t, self.s = [None] * len(self.t), None
 
     def _use_error(self, gradients: Gradients) -> None:
         self.add_gradients(gradients)
-        self.d, self.weight_errors = [None] * len(self.d), []
+        self.d, self.weight_grads = [None] * len(self.d), []
 
-    def _pull(self, m: Map, r: Tensor | None, gradients: Gradients, wanted: bool) -> Tensor | None:
+    def _pull(self, lin: Linearization, r: Tensor | None, gradients: Gradients, wanted: bool) -> Tensor | None:
         if not self.is_linear:
             self.add_gradients(gradients)
         if r is not None:
-            gradients.add_pulled(self.op, m, r)
+            gradients.add_pulled(self.op, lin, r)
         if not wanted:
             return None
-        pulled = None if r is None or m.pull is None else m.pull(r)
-        if m.curve is not None and self.d[0] is not None and self.t[0] is not None:
-            curved = m.curve(self.d[0], self.t[0], *self.weight_errors)
+        pulled = None if r is None or lin.pull is None else lin.pull(r)
+        if lin.curve is not None and self.d[0] is not None and self.t[0] is not None:
+            curved = lin.curve(self.d[0], self.t[0], *self.weight_grads)
             pulled = curved if pulled is None else pulled + curved
         return None if pulled is None else pulled.to(self.op.active[0][1].dtype)
 

@@ -41,11 +41,11 @@ def count_ranks(model: nn.Module, process_group: Any = None) -> int:
 
 
 def check_parallel(model: nn.Module) -> None:
-    """Refuses models that are not computed by this process alone from whole parameters."""
+    """Raises for models that this process does not compute alone, or whose parameters are sharded."""
     if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
         raise NotImplementedError(
-            "the model is an nn.DataParallel over several devices, which runs it in threads: three passes do not see "
-            "what it computes there; use torch.nn.parallel.DistributedDataParallel"
+            "the model is an nn.DataParallel over several devices, which runs it in threads, where operations cannot "
+            "be recorded; use torch.nn.parallel.DistributedDataParallel"
         )
     if not (dist.is_available() and dist.is_initialized()):
         return
@@ -70,7 +70,7 @@ def check_parallel(model: nn.Module) -> None:
 
 
 def _check_recorded(ddp: DistributedDataParallel) -> None:
-    """Passes that run through DistributedDataParallel's forward, because it is not the outermost module."""
+    """Checks a DistributedDataParallel whose forward will be recorded, because it is not the outermost module."""
     for option in ("find_unused_parameters", "static_graph"):
         if getattr(ddp, option):
             raise NotImplementedError(
@@ -80,14 +80,13 @@ def _check_recorded(ddp: DistributedDataParallel) -> None:
 
 
 def loss_through(ddp: DistributedDataParallel, x: Any, passes: Callable[[nn.Module, Any], Carried]) -> Tensor:
-    """Runs `passes(module, x)` in the place of the forward of the wrapped module; returns the loss with its gradients.
+    """Runs `passes(module, x)` in place of the wrapped module's forward, and returns the loss with their gradients.
 
-    DistributedDataParallel learns in its forward which parameters take part, and averages gradients when their
-    accumulation in a backward pass is done. The three passes make a backward pass of their own, which it must not take
-    for that one. So they run as a whole inside its forward, after it has broadcast the buffers, and what it gets as the
-    output of the module is the loss; the backward pass of that loss yields the gradients. Everything that it does in a
-    training step (`no_sync`, `join`, find_unused_parameters, static_graph, communication hooks) then works as in plain
-    training.
+    DistributedDataParallel finds out in its forward which parameters are used, and averages gradients when a backward
+    pass has accumulated them. The three passes contain a backward pass of their own, which it must not mistake for that
+    one. So all three run inside its forward, after it has broadcast the buffers, and the output that it gets is the
+    loss, whose backward pass yields the gradients. Everything that it does in a training step (`no_sync`, `join`,
+    find_unused_parameters, static_graph, communication hooks) then works as in plain training.
     """
     _check_wrapper(ddp)
     module = ddp.module

@@ -1,8 +1,8 @@
 """`torch.amp.GradScaler`: gradients on their way into `p.grad` are multiplied by its scale.
 
-The passes themselves run without it: they have scales of their own (`numerics/precision.py`), which t_0 is free of.
-What the scaler finds in `p.grad` is what `scaler.scale(loss).backward()` would have left there, so that it can divide
-by the scale, look for overflow and skip the step.
+The passes themselves do not use it: they have their own scales (`numerics/precision.py`), which do not change t_0.
+The gradients in `p.grad` are those of `scaler.scale(loss).backward()`, so that the scaler can divide by the scale,
+check for overflow and skip the step.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from .._torch_compat import foreach_mul
 
 
 def scaled(grads: Sequence[Tensor], scaler: GradScaler | None) -> Sequence[Tensor]:
-    """grads times the scale, which is not read on the host."""
+    """grads times the scale, without copying the scale to the host."""
     if scaler is None or not scaler.is_enabled():
         return grads
     return times(grads, scaler.scale(torch.ones((), device=grads[0].device)))

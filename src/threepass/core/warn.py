@@ -15,8 +15,7 @@ _warned: "weakref.WeakKeyDictionary[nn.Module, set[type[Warning]]]" = weakref.We
 
 
 def warn_of_norms(model: nn.Module, operations: Iterable[Operation]) -> None:
-    norms = sorted({op.name for op in operations if _is_curved_norm(op)})
-    if norms:
+    if norms := curved_norms(operations):
         warn_once(
             model,
             f'mode="paper" leaves out the curvature of {", ".join(norms)} and of the loss, so on this model the third '
@@ -34,6 +33,11 @@ def warn_of_other_leaves(model: nn.Module, count: int) -> None:
             "gradients are computed for them. Make them parameters of the model, or set requires_grad_(False)",
             LeftOutWarning,
         )
+
+
+def curved_norms(operations: Iterable[Operation]) -> list[str]:
+    """The names of the normalisations that depend on the statistics of their input."""
+    return sorted({op.name for op in operations if _is_curved_norm(op)})
 
 
 def warn_once(model: nn.Module, text: str, category: type[Warning]) -> None:

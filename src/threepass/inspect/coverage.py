@@ -15,7 +15,7 @@ from ..core.plan import make_plan
 from ..errors import Place, UnsupportedError
 from ..tape.operation import Operation
 from ..tape.record import Record
-from ..tape.state import trainable_surroundings, unchanged_on_error
+from ..tape.state import autograd_enabled, unchanged_on_error
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def coverage(model: nn.Module, x: Any, input_at: str | None = None) -> Coverage:
     options = Options(input_at=input_at, separate=True)
     check_model(model)
     samples = check_x(x, options)
-    with trainable_surroundings(), unchanged_on_error(model, always=True):
+    with autograd_enabled(), unchanged_on_error(model, always=True):
         tape = Record(next(model.parameters()).device.type, module_paths=True)
         try:
             _, loss = forward(model, _some_loss, x, None, tape, options)
@@ -93,7 +93,7 @@ def _rows(model: nn.Module, tape: Record, operations: list[Operation]) -> tuple[
     failed = {(place.module, place.operation): place.reason for place in tape.problems}
     for op in operations:
         reason = failed.get((op.module, op.name))
-        made = op.map() is not None
+        made = op.linearize() is not None
         for _, weight in op.weights:
             for p in _parameters_of(weight):
                 if p in uses:

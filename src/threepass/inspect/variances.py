@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .._torch_compat import tree_leaves, tree_map
 from ..core.options import Options, check_loss, check_model, check_x
 from ..init import LAYERS, Fans, gain
-from ..tape.inputs import inputs_inside
-from ..tape.state import trainable_surroundings, unchanged_on_error
+from ..tape.inputs import module_output_as_input
+from ..tape.state import autograd_enabled, unchanged_on_error
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def variances(
     """
     check_model(model)
     check_x(x, Options(input_at=input_at))
-    with trainable_surroundings(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no forward-mode AD
+    with autograd_enabled(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no forward-mode AD
         inputs = _Inputs()
         with unchanged_on_error(model, always=True):
             with _watching(model, _before) as calls:
@@ -183,7 +183,7 @@ def _output(model: nn.Module, x: Any, inputs: Any, input_at: str | None) -> Any:
         if input_at is None and any(map(is_float, tree_leaves(x))):
             x = tree_map(lambda z: inputs.add_input(z) if is_float(z) else z, x)
         else:
-            stack.enter_context(inputs_inside(model, inputs, input_at))
+            stack.enter_context(module_output_as_input(model, inputs, input_at))
         return model(*x) if isinstance(x, tuple) else model(**x) if isinstance(x, dict) else model(x)
 
 

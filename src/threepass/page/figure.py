@@ -1,5 +1,6 @@
 """A panel of lines with bands, as SVG: on a page, which styles it, or as a file that carries its own style and key."""
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ class Line(NamedTuple):
     """A line of a series (its colour and marker; -1: of none), with a band around it.
 
     style: solid (with markers on it), dashed, bare (solid, without markers), or points (hollow markers alone).
+    label: what it is called under the pointer, if not by its series' name.
     """
 
     series: int
@@ -35,6 +37,7 @@ class Line(NamedTuple):
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
     style: Literal["solid", "dashed", "bare", "points"] = "solid"
+    label: str = ""
 
 
 class Panel(NamedTuple):
@@ -68,6 +71,31 @@ class Figure:
     def alone(self) -> Markup:
         """The same drawing as a file of its own: light colours, with the key, and in view as a whole."""
         return self._draw(alone=True)
+
+    @property
+    def has_both_scales(self) -> bool:
+        """Whether a reader may switch between a logarithmic and a linear axis."""
+        values = [y for line in self.panel.lines for y in line.y if math.isfinite(y)]
+        return self.panel.top is None and min(values, default=-1.0) >= 0 and max(values) > 0
+
+    @property
+    def data(self) -> Markup:
+        """What plot.js draws the figure from, as JSON for a script element."""
+
+        def finite(values: Sequence[float] | None) -> list[float | None] | None:
+            return None if values is None else [float(f"{v:.6g}") if math.isfinite(v) else None for v in values]
+
+        lines = [
+            {"series": z.series, "x": list(z.x), "y": finite(z.y), "low": finite(z.low), "high": finite(z.high),
+             "style": z.style, "label": z.label or self.names[z.series], "marker": marker(z.series)}
+            for z in self.panel.lines
+        ]  # fmt: skip
+        described = {
+            "lines": lines, "series": len(self.names), "across": self.panel.across, "log": self.panel.logarithmic,
+            "ticks": None if self.panel.ticks is None else list(self.panel.ticks), "top": self.panel.top,
+            "high": HIGH, "margins": [LEFT, RIGHT, TOP, BOTTOM], "colours": len(LIGHT),
+        }  # fmt: skip
+        return Markup(json.dumps(described, separators=(",", ":")).replace("<", "\\u003c"))
 
     @property
     def summary(self) -> str:
@@ -134,7 +162,10 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
 
 
 class Axes:
-    """Where x and y lie on a panel, and the numbers along its edges."""
+    """Where x and y lie on a panel, and the numbers along its edges; plot.js has the same rules.
+
+    A logarithmic axis has no place for zeros: they lie a bit below the smallest other value.
+    """
 
     def __init__(self, panel: Panel):
         self.panel = panel
@@ -143,7 +174,9 @@ class Axes:
         if panel.ticks is not None:
             self.start, self.stop = -0.3, max(self.stop, len(panel.ticks) - 1) + 0.3
         self.bend: Callable[[float], float] = math.log10 if panel.logarithmic else float
-        seen = [y for z in panel.lines for ys in (z.y, z.low or (), z.high or ()) for y in ys if self._has(y)] or [1.0]
+        values = [y for z in panel.lines for ys in (z.y, z.low or (), z.high or ()) for y in ys]
+        self.floor = 0.6 * min((y for y in values if y > 0 and math.isfinite(y)), default=1.0)
+        seen = [self._lifted(y) for y in values if self._has(y)] or [1.0]
         low, top = self.bend(min(seen)), self.bend(max(seen))
         if panel.top is not None:
             self.low, self.top = 0.0, panel.top
@@ -162,7 +195,7 @@ class Axes:
         return LEFT + (x - self.start) / ((self.stop - self.start) or 1) * (self.panel.wide - LEFT - RIGHT)
 
     def y_of(self, y: float) -> float:
-        return HIGH - BOTTOM - (self.bend(y) - self.low) / (self.top - self.low) * (HIGH - TOP - BOTTOM)
+        return HIGH - BOTTOM - (self.bend(self._lifted(y)) - self.low) / (self.top - self.low) * (HIGH - TOP - BOTTOM)
 
     def rows(self) -> Iterator[tuple[float, str]]:
         """The height and text of every number on the left."""
@@ -180,7 +213,10 @@ class Axes:
         yield from ((self.x_of(i), names[i]) for i in range(0, len(names), every))
 
     def _has(self, y: float) -> bool:
-        return math.isfinite(y) and (y > 0 or not self.panel.logarithmic)
+        return math.isfinite(y) and (y >= 0 or not self.panel.logarithmic)
+
+    def _lifted(self, y: float) -> float:
+        return self.floor if self.panel.logarithmic and y == 0 else y
 
 
 def _steps(low: float, high: float, whole: bool = False) -> list[float]:

@@ -9,7 +9,7 @@ from .render import render
 
 
 class Cell(NamedTuple):
-    """A cell of a table: text (clear: in bold) with a smaller one below it, an image, or a bar of a length up to 1."""
+    """A cell of a table: text (clear: bold, best: marked) with a smaller one below it, an image, or a bar up to 1."""
 
     text: str
     below: str = ""
@@ -17,6 +17,7 @@ class Cell(NamedTuple):
     image: str = ""
     alt: str = ""
     bar: float | None = None
+    best: bool = False
 
 
 class Table(NamedTuple):

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..kernels import conv as conv_kernels
-from .table import Map, rule
+from .table import Linearization, rule
 
 _aten = torch.ops.aten
 
 
 @rule(F.linear)
-def linear(u: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Map | None:
+def linear(u: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Linearization | None:
     """u = a Wᵀ + b, with a: (..., i), W: (o, i), b: (o), u: (..., o)."""
     if weight.dim() != 2 or u.is_complex():
         return None
@@ -26,7 +26,7 @@ def linear(u: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     def rows(z: Tensor) -> Tensor:
         return z.reshape(-1, z.shape[-1])
 
-    return Map(
+    return Linearization(
         signal=a.detach().to(u.dtype),
         tangent=lambda t: t.to(u.dtype),
         push=lambda s: F.linear(s, w),
@@ -38,7 +38,7 @@ def linear(u: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 @rule(torch.conv1d, torch.conv2d, torch.conv3d)
-def conv(u, a, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) -> Map | None:
+def conv(u, a, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) -> Linearization | None:
     """u = W * a + b, with a: (n, i, ...), W: (o, i / groups, k...), b: (o), u: (n, o, ...)."""
     dims = weight.dim() - 2
     dilation = _per_dim(dilation, dims)
@@ -52,12 +52,16 @@ def conv(u, a, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) -> 
 
 
 @rule(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
-def conv_transpose(u, a, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1) -> Map | None:
+def conv_transpose(
+    u, a, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
+) -> Linearization | None:
     """The transpose of `conv`, with W: (i, o / groups, k...)."""
     return _convolution(u, a, weight, bias, stride, padding, dilation, True, output_padding, groups)
 
 
-def _convolution(u, a, weight, bias, stride, padding, dilation, transposed, output_padding, groups) -> Map | None:
+def _convolution(
+    u, a, weight, bias, stride, padding, dilation, transposed, output_padding, groups
+) -> Linearization | None:
     dims = weight.dim() - 2
     if a.dim() != dims + 2 or u.is_complex():  # one sample without a batch dimension
         return None
@@ -69,7 +73,7 @@ def _convolution(u, a, weight, bias, stride, padding, dilation, transposed, outp
     def backward(d: Tensor, s: Tensor, *mask: bool) -> tuple[Tensor, ...]:
         return _aten.convolution_backward(d, s, w, None, *how, mask)
 
-    return Map(
+    return Linearization(
         signal=signal,
         tangent=lambda t: t.to(u.dtype),
         push=lambda s: _aten.convolution(s, w, None, *how),

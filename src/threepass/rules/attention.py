@@ -26,11 +26,13 @@ from torch.nn import functional as F
 from .._torch_compat import safe_softmax
 from ..kernels import runs_on
 from ..kernels.attention import attention_bend, attention_tangent
-from .table import Map, Signal, rule
+from .table import Linearization, Signal, rule
 
 
 @rule(F.scaled_dot_product_attention, arity=3)
-def attention(u, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> Map | None:
+def attention(
+    u, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+) -> Linearization | None:
     """q: (..., l, n), k: (..., m, n), v: (..., m, o), u: (..., l, o)."""
     if dropout_p > 0 or enable_gqa:
         return None
@@ -51,7 +53,7 @@ def attention(u, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=
         bent = (_fused_bend if fused else curved)(*values, t_q, t_k, t_v, d_u, r_u, scores)
         return [None if s is None else s.sum_to_size(z.shape).to(z.dtype) for s, z in zip(bent, (q, k, v), strict=True)]
 
-    return Map(push=push, bend=bend)
+    return Linearization(push=push, bend=bend)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ Everything a pass needs of `u = op(a; p)` is a derivative of one scalar, phi = <
     d phi / da   the curvature, which exact mode adds to R{d}
 
 phi is built as a backward pass through this one operation, and differentiated by PyTorch's double backward. Where
-forward AD knows the operation, the tangent comes from there, for less work. A user's own operation whose backward is
-not differentiable would give zeros here in silence: the checks below refuse it.
+forward-mode AD supports the operation, it gives the tangent, at a lower cost. A user-defined operation whose backward
+is not differentiable would silently give zeros: the checks below raise an error instead.
 """
 
 import threading
@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import CaptureError
-from .linearity import is_flat
+from .linearity import is_affine
 from .table import is_users
 
 _no_forward_ad: set[Any] = set()
-_one_level = threading.RLock()  # forward AD has one level for all threads
+_one_level = threading.RLock()  # forward-mode AD has one level for all threads
 
 Signal = list[Tensor | None]
 
@@ -36,12 +36,12 @@ def push(op, t: Signal) -> Signal:
         except (torch.OutOfMemoryError, CaptureError):
             raise
         except (NotImplementedError, RuntimeError) as error:
-            lacking = isinstance(error, NotImplementedError) or "forward AD" in str(error) or "jvp" in str(error)
+            unsupported = isinstance(error, NotImplementedError) or "forward AD" in str(error) or "jvp" in str(error)
         else:
             if all(s is not None for s in tangents):
                 return tangents
-            lacking = True
-        if lacking:  # always so; another error may be this call's own
+            unsupported = True
+        if unsupported:  # for every call; other errors may concern this call only
             _no_forward_ad.add(op.func)
     return _double_backward_push(op, t)
 
@@ -73,19 +73,19 @@ def derive(op, d: Signal, t: Signal | None, r: Signal | None = None, *, curvatur
     """The weights' gradients of pass 2, unless back=False, and of pass 3, and R{d} of the active arguments.
 
     d, r: the errors d and R{d} of the outputs; t: the tangents of the active arguments. Without r and curvature these
-    are the paper's; with them R{d} = J_aᵀ r + d phi / da, and J_pᵀ r joins the third pass's gradient.
+    are the paper's; with them R{d} = J_aᵀ r + d phi / da, and J_pᵀ r is part of the third pass's gradient.
     """
     a, p, u = _run(op)
     used = [(z, e) for z, e in zip(u, d, strict=True) if e is not None]
     outs, errors = [z for z, _ in used], [e.to(z.dtype) for z, e in used]
     nothing: Signal = [None] * (len(a) + len(p))
     with torch.enable_grad():
-        found = nothing
+        backprop = nothing
         if back and p and outs:
-            found = list(torch.autograd.grad(outs, p, errors, retain_graph=True, allow_unused=True))
+            backprop = list(torch.autograd.grad(outs, p, errors, retain_graph=True, allow_unused=True))
         roots: list[Tensor] = []
         seeds: list[Tensor] = []
-        if t is not None and outs and not is_flat(op.func):
+        if t is not None and outs and not is_affine(op.func):
             phi = _inner(torch.autograd.grad(outs, a, errors, create_graph=True, allow_unused=True), t)
             if phi is not None:
                 _refuse_error_nodes(phi)
@@ -98,11 +98,11 @@ def derive(op, d: Signal, t: Signal | None, r: Signal | None = None, *, curvatur
         third = torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if roots and wanted else nothing
     if is_users(op.func) and t is not None and outs:
         _refuse_hidden_weights(op, d, [i for (i, _), g in zip(op.weights, third, strict=False) if g is None])
-    return found[: len(p)], list(third[: len(p)]), list(third[len(p) : len(p) + len(a)])
+    return backprop[: len(p)], list(third[: len(p)]), list(third[len(p) : len(p) + len(a)])
 
 
 def _refuse_error_nodes(phi: Tensor) -> None:
-    """A backward marked once-differentiable leaves a node that raises when it runs; it may never be asked to."""
+    """Raises if the graph of phi contains the error node of a once-differentiable backward, which might never run."""
     seen, todo = set(), [phi.grad_fn]
     while todo:
         node = todo.pop()
@@ -115,7 +115,7 @@ def _refuse_error_nodes(phi: Tensor) -> None:
 
 
 def _refuse_hidden_weights(op, d: Signal, without: list[int]) -> None:
-    """Where double backward finds J_aᵀ d independent of a weight, moving the weight must leave it as it is."""
+    """Raises if J_aᵀ d changes with a weight that it does not depend on by double backward."""
     before = _errors(op, d, op.values)
     for i in without:
         value = op.values[i]
@@ -140,7 +140,7 @@ def _errors(op, d: Signal, values: list) -> Signal:
 
 
 def _run(op) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The operation again, on leaves of its own."""
+    """Runs the operation again on new leaves; returns those of its active arguments and weights, and its outputs."""
     values = list(op.values)
     with torch.enable_grad():
         for i, _ in (*op.active, *op.weights):
@@ -150,7 +150,7 @@ def _run(op) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
 
 
 def _inner(errors, t: Signal) -> Tensor | None:
-    """< e , t > over all pairs that carry a derivative; of complex ones the real part, as autograd has it."""
+    """< e , t > over all pairs that require grad; of complex ones the real part, as in autograd."""
     pairs = [(e, s) for e, s in zip(errors, t, strict=True) if e is not None and s is not None and e.requires_grad]
     terms = [(e.conj() * s).real.sum() if e.is_complex() else (e * s).sum() for e, s in pairs]
     return sum(terms[1:], terms[0]) if terms else None

@@ -1,5 +1,12 @@
-"""Which operations are known to be linear in all their arguments together, or piecewise so."""
+"""Operations that are known to be affine or linear in all their active arguments together, or piecewise so.
 
+Affine: u = J a + b, where J and b may depend on the piece that a is in (the signs of a ReLU's input, for example). The
+second derivative is zero, so that exact mode adds no term to R{d} and needs neither d nor t of the operation.
+
+Linear: u = J a. The mix of u is then J times the mix of a, so that pass 3 can carry the mix through the operation.
+"""
+
+from enum import Flag
 from typing import Any
 
 from torch import Tensor
@@ -7,39 +14,55 @@ from torch import Tensor
 from .table import key_of, name_of
 
 
-def is_flat(func: Any) -> bool:
-    """Whether an operation is known to be affine, or piecewise so, in all its arguments together: R{d} gets no term."""
-    return key_of(func) is func and name_of(func).removesuffix("_") in _FLAT
+class Linearity(Flag):
+    """Flags of an operation; the linear ones are affine too."""
+
+    AFFINE = 1
+    LINEAR = 3
+    LINEAR_IN_BOTH = 5  # in two tensors; affine in one, with a number for the other
 
 
-def is_homogeneous(func: Any, values: list[Any], active: list[int]) -> bool:
-    """Whether u = J a, with nothing added: then the mix of u is J times the mix of a."""
-    if key_of(func) is not func or any(isinstance(v, Tensor) and i not in active for i, v in enumerate(values)):
-        return False
-    name = name_of(func).removesuffix("_")
-    return name in _HOMOGENEOUS or (name in ("add", "sub") and len(active) == 2)
-
+AFFINE, LINEAR, IN_BOTH = Linearity.AFFINE, Linearity.LINEAR, Linearity.LINEAR_IN_BOTH
 
 # fmt: off
-_HOMOGENEOUS = frozenset({
-    "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d",
-    "adaptive_max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "cat", "chunk", "clone", "concat", "concatenate",
-    "contiguous", "flatten", "flip", "leaky_relu", "max_pool1d", "max_pool2d", "max_pool3d", "mean", "movedim", "neg",
-    "permute", "pixel_shuffle", "pixel_unshuffle", "relu", "reshape", "select", "split", "squeeze", "stack", "sum", "t",
-    "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "upsample_nearest2d", "view", "view_as",
-})
-_FLAT = frozenset({
-    "__getitem__", "__setitem__", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
-    "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "add", "amax", "amin", "avg_pool1d",
-    "avg_pool2d", "avg_pool3d", "broadcast_to", "cat", "chunk", "clamp", "clamp_max", "clamp_min", "clone", "concat",
-    "concatenate", "constant_pad_nd", "contiguous", "copy", "cumsum", "diagonal", "double", "expand", "expand_as",
-    "flatten", "flip", "float", "fold", "gather", "hardshrink", "hardsigmoid", "hardtanh", "hstack", "index_select",
-    "interpolate", "leaky_relu", "masked_fill", "max_pool1d", "max_pool2d", "max_pool3d", "maximum", "mean",
-    "minimum", "moveaxis", "movedim", "narrow", "neg", "pad", "permute", "pixel_shuffle", "pixel_unshuffle", "ravel",
-    "relu", "relu6", "repeat", "repeat_interleave", "reshape", "roll", "select", "softshrink", "split",
-    "split_with_sizes",
-    "squeeze", "stack", "sub", "sum", "swapaxes", "t", "tensor_split", "threshold", "tile", "to", "transpose", "tril",
-    "triu", "type_as", "unbind", "unflatten", "unfold", "unsqueeze", "upsample_bilinear2d", "upsample_nearest2d",
-    "view", "view_as", "vstack", "where",
-})
+OPERATIONS = {  # by the name that the tape records, without the underscore of in-place variants
+    "__getitem__": AFFINE, "__setitem__": AFFINE, "adaptive_avg_pool1d": LINEAR, "adaptive_avg_pool2d": LINEAR,
+    "adaptive_avg_pool3d": LINEAR, "adaptive_max_pool1d": LINEAR, "adaptive_max_pool2d": LINEAR,
+    "adaptive_max_pool3d": LINEAR, "add": IN_BOTH, "amax": AFFINE, "amin": AFFINE, "avg_pool1d": LINEAR,
+    "avg_pool2d": LINEAR, "avg_pool3d": LINEAR, "broadcast_to": AFFINE, "cat": LINEAR, "chunk": LINEAR,
+    "clamp": AFFINE, "clamp_max": AFFINE, "clamp_min": AFFINE, "clone": LINEAR, "col2im": AFFINE, "concat": LINEAR,
+    "concatenate": LINEAR, "constant_pad_nd": AFFINE, "contiguous": LINEAR, "copy": AFFINE, "cumsum": AFFINE,
+    "diagonal": AFFINE, "double": AFFINE, "expand": AFFINE, "expand_as": AFFINE, "flatten": LINEAR, "flip": LINEAR,
+    "float": AFFINE, "gather": AFFINE, "hardshrink": AFFINE, "hardsigmoid": AFFINE, "hardtanh": AFFINE,
+    "hstack": AFFINE, "index_select": AFFINE, "leaky_relu": LINEAR, "masked_fill": AFFINE, "max_pool1d": LINEAR,
+    "max_pool2d": LINEAR, "max_pool3d": LINEAR, "maximum": AFFINE, "mean": LINEAR, "minimum": AFFINE,
+    "moveaxis": AFFINE, "movedim": LINEAR, "narrow": AFFINE, "neg": LINEAR, "pad": AFFINE, "permute": LINEAR,
+    "pixel_shuffle": LINEAR, "pixel_unshuffle": LINEAR, "ravel": AFFINE, "relu": LINEAR, "relu6": AFFINE,
+    "repeat": AFFINE, "repeat_interleave": AFFINE, "reshape": LINEAR, "roll": AFFINE, "select": LINEAR,
+    "softshrink": AFFINE, "split": LINEAR, "split_with_sizes": AFFINE, "squeeze": LINEAR, "stack": LINEAR,
+    "sub": IN_BOTH, "sum": LINEAR, "swapaxes": AFFINE, "t": LINEAR, "tensor_split": AFFINE, "threshold": AFFINE,
+    "tile": AFFINE, "to": AFFINE, "transpose": LINEAR, "tril": AFFINE, "triu": AFFINE, "type_as": AFFINE,
+    "unbind": LINEAR, "unflatten": LINEAR, "unfold": LINEAR, "unsqueeze": LINEAR, "upsample_bilinear2d": AFFINE,
+    "upsample_nearest2d": LINEAR, "view": LINEAR, "view_as": LINEAR, "vstack": AFFINE, "where": AFFINE,
+}
 # fmt: on
+
+
+def is_affine(func: Any) -> bool:
+    """Whether an operation is known to be affine, or piecewise so, in all its arguments together."""
+    return AFFINE in _linearity(func)
+
+
+def is_linear(func: Any, values: list[Any], active: list[int]) -> bool:
+    """Whether a call is known to be linear, or piecewise so: no tensor but the active ones is among its arguments."""
+    if any(isinstance(v, Tensor) and i not in active for i, v in enumerate(values)):
+        return False
+    linearity = _linearity(func)
+    return LINEAR in linearity or (IN_BOTH in linearity and len(active) == 2)
+
+
+def _linearity(func: Any) -> Linearity:
+    if key_of(func) is not func:  # user-defined, whatever its name
+        return Linearity(0)
+    name = name_of(func)
+    return OPERATIONS.get(name if name.endswith("__") else name.removesuffix("_"), Linearity(0))

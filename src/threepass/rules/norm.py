@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from .._torch_compat import batch_norm_backward, batch_norm_forward
 from ..kernels.batch_norm.scale import not_zero
-from .table import Map, Tap, rule
+from .table import Linearization, Tap, rule
 
 _aten = torch.ops.aten
 
@@ -70,7 +70,7 @@ class _BatchNorm(torch.autograd.Function):
 
 
 @rule(torch.batch_norm, tap=_tap)
-def batch_norm(u, a, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled) -> Map:
+def batch_norm(u, a, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled) -> Linearization:
     """Over the batch and positions of each channel; in eval mode a fixed affine map."""
     dims, shape = _channels(a)
     if _at_input(a, weight, training):
@@ -79,7 +79,7 @@ def batch_norm(u, a, weight, bias, running_mean, running_var, training, momentum
         return _norm(u, a, weight, bias, dims, dims, shape, eps)
     mean, scale = running_mean.view(shape), (running_var + eps).rsqrt().view(shape)
     full = scale if weight is None else scale * weight.view(shape)
-    return Map(
+    return Linearization(
         signal=(a.detach() - mean) * scale,
         tangent=lambda t: t * scale,
         push=lambda s: _scale(s, weight, shape, u.dtype),
@@ -89,14 +89,14 @@ def batch_norm(u, a, weight, bias, running_mean, running_var, training, momentum
 
 
 @rule(torch.layer_norm)
-def layer_norm(u, a, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True) -> Map:
+def layer_norm(u, a, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True) -> Linearization:
     """Over the last dimensions of each position."""
     dims = list(range(a.dim() - len(normalized_shape), a.dim()))
     return _norm(u, a, weight, bias, dims, list(range(dims[0])), list(normalized_shape), eps)
 
 
 @rule(torch.rms_norm)
-def rms_norm(u, a, normalized_shape, weight=None, eps=None) -> Map | None:
+def rms_norm(u, a, normalized_shape, weight=None, eps=None) -> Linearization | None:
     """Over the last dimensions of each position, without the mean."""
     if eps is None and a.dtype not in (torch.float32, torch.float64):  # versions differ in what they then take
         return None
@@ -106,7 +106,7 @@ def rms_norm(u, a, normalized_shape, weight=None, eps=None) -> Map | None:
 
 
 @rule(torch.group_norm)
-def group_norm(u, a, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True) -> Map:
+def group_norm(u, a, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True) -> Linearization:
     """Over the positions and channels of each group of each sample."""
     n, channels, *size = a.shape
     view = [n, num_groups, channels // num_groups, *size]
@@ -154,7 +154,7 @@ class _Group:
         return -self.rstd * terms
 
 
-def _norm_at_input(u, a, weight, bias, eps) -> Map:
+def _norm_at_input(u, a, weight, bias, eps) -> Linearization:
     """Batch norm, with d the error of a."""
     dims, shape = _channels(a)
     group = _Group(a, dims, eps)
@@ -166,7 +166,7 @@ def _norm_at_input(u, a, weight, bias, eps) -> Map:
     def curve(d: Tensor, t: Tensor, scale: Tensor, *_: Any) -> Tensor:
         return group.curvature(d, t, _scale(scale.view(shape) / group.count, weight, shape, dtype))
 
-    return Map(
+    return Linearization(
         signal=group.x_hat,
         push=lambda t: _scale(group.jacobian(t), weight, shape, u.dtype),
         pull=lambda r: _scale(group.jacobian(r), weight, shape, dtype),
@@ -176,7 +176,7 @@ def _norm_at_input(u, a, weight, bias, eps) -> Map:
     )
 
 
-def _norm(u, a, weight, bias, dims, summed, shape, eps, *, centred=True, view=None) -> Map:
+def _norm(u, a, weight, bias, dims, summed, shape, eps, *, centred=True, view=None) -> Linearization:
     """Any norm, with d the error of u; where groups split a dimension of a, `view` is a's shape with it split."""
 
     def split(z: Tensor) -> Tensor:  # no reshape where there is nothing to split: the compiler then shares statistics
@@ -192,7 +192,7 @@ def _norm(u, a, weight, bias, dims, summed, shape, eps, *, centred=True, view=No
         g = _scale(split(d).to(dtype), weight, shape, dtype)
         return joined(group.curvature(group.jacobian(g), split(t), group.mean(group.x_hat * g)))
 
-    return Map(
+    return Linearization(
         signal=group.x_hat,
         tangent=lambda t: group.jacobian(split(t)),
         push=lambda s: joined(_scale(s, weight, shape, u.dtype)),

@@ -4,16 +4,16 @@ import torch
 from torch import Tensor
 
 from .activation import smooth
-from .table import Map, Signal, rule
+from .table import Linearization, Signal, rule
 
 
 @rule(torch.mul, Tensor.mul, torch.multiply, Tensor.multiply, arity=2)
-def mul(u: Tensor, a: Tensor, b: Tensor | float) -> Map | None:
+def mul(u: Tensor, a: Tensor, b: Tensor | float) -> Linearization | None:
     """u = a b: t -> t_a b + a t_b, R{d_a} = R{d} b + d t_b, and likewise for b; broadcast dimensions are summed."""
     if u.is_complex():
         return None
     if not isinstance(b, Tensor):
-        return Map(push=lambda t, _=None: t * b, pull=lambda r: r * b)
+        return Linearization(push=lambda t, _=None: t * b, pull=lambda r: r * b)
 
     def push(t_a: Tensor | None, t_b: Tensor | None) -> Tensor:
         t = _sum([(t_a, b), (t_b, a)], u)
@@ -23,7 +23,7 @@ def mul(u: Tensor, a: Tensor, b: Tensor | float) -> Map | None:
     def pull(r: Signal, d: Signal, t: Signal) -> Signal:
         return [_sum([(r[0], b), (d[0], t[1])], a), _sum([(r[0], a), (d[0], t[0])], b)]
 
-    return Map(push=push, bend=pull)
+    return Linearization(push=push, bend=pull)
 
 
 def _sum(products: list[tuple[Tensor | None, Tensor | None]], like: Tensor) -> Tensor | None:
@@ -36,33 +36,33 @@ def _sum(products: list[tuple[Tensor | None, Tensor | None]], like: Tensor) -> T
 
 
 @rule(torch.exp, torch.exp_, Tensor.exp, Tensor.exp_, reads="u")
-def exp(u: Tensor, a: Tensor) -> Map:
+def exp(u: Tensor, a: Tensor) -> Linearization:
     return smooth(lambda s: s * u.conj(), u, lambda u: u)
 
 
 @rule(torch.sin, Tensor.sin)
-def sin(u: Tensor, a: Tensor) -> Map:
+def sin(u: Tensor, a: Tensor) -> Linearization:
     return smooth(lambda s: s * a.cos().conj(), a, lambda a: -a.sin())
 
 
 @rule(torch.cos, Tensor.cos)
-def cos(u: Tensor, a: Tensor) -> Map:
+def cos(u: Tensor, a: Tensor) -> Linearization:
     return smooth(lambda s: -s * a.sin().conj(), a, lambda a: -a.cos())
 
 
 @rule(torch.sqrt, torch.sqrt_, Tensor.sqrt, Tensor.sqrt_, reads="u")
-def sqrt(u: Tensor, a: Tensor) -> Map:
+def sqrt(u: Tensor, a: Tensor) -> Linearization:
     """f' = 1 / (2 u), f'' = -1 / (4 u³)"""
     return smooth(lambda s: s / (2 * u.conj()), u, lambda u: -0.25 / u**3)
 
 
 @rule(torch.square, Tensor.square)
-def square(u: Tensor, a: Tensor) -> Map | None:
+def square(u: Tensor, a: Tensor) -> Linearization | None:
     return power(u, a, 2)
 
 
 @rule(torch.pow, Tensor.pow, Tensor.__pow__)
-def power(u: Tensor, a: Tensor, exponent: Tensor | float) -> Map | None:
+def power(u: Tensor, a: Tensor, exponent: Tensor | float) -> Linearization | None:
     """f' = n aⁿ⁻¹, f'' = n (n - 1) aⁿ⁻² for a number n"""
     if isinstance(exponent, Tensor) or u.is_complex():
         return None
@@ -78,7 +78,9 @@ def _monomial(factor: float, n: float, a: Tensor) -> Tensor:
 
 
 @rule(torch.linalg.vector_norm)
-def vector_norm(u: Tensor, a: Tensor, ord: float = 2, dim=None, keepdim: bool = False, *, dtype=None) -> Map | None:
+def vector_norm(
+    u: Tensor, a: Tensor, ord: float = 2, dim=None, keepdim: bool = False, *, dtype=None
+) -> Linearization | None:
     """u = |a|, n = a / u: t -> <n, t>, R{d_a} = R{d} n + d (t - n <n, t>) / u; zero where a is."""
     if ord != 2 or dtype is not None or a.is_complex() or a.dim() == 0:
         return None
@@ -91,7 +93,7 @@ def vector_norm(u: Tensor, a: Tensor, ord: float = 2, dim=None, keepdim: bool = 
     def along(t: Tensor) -> Tensor:
         return (n * t).sum(dims, keepdim=True)
 
-    return Map(
+    return Linearization(
         push=lambda t: along(t).reshape(u.shape),
         pull=lambda r: r.reshape(shape) * n,
         curve=lambda d, t: (d.reshape(shape) * inverse) * (t - n * along(t)),

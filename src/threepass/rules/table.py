@@ -1,14 +1,14 @@
 """The table of fast rules.
 
-A rule says how signals pass one operation `u = op(a; p)`, once pass 1 has fixed its arguments. It is a function of the
-output and of the call's own arguments that returns a `Map`, or None where it does not apply to this call:
+A rule linearizes one operation `u = op(a; p)` at the values of pass 1. It is a function of the output and of the call's
+own arguments that returns a `Linearization`, or None where it does not apply to this call:
 
     @rule(torch.nn.functional.linear)
     def linear(u, a, weight, bias=None):
-        return Map(signal=a, push=lambda s: s @ weight.mT, ...)
+        return Linearization(signal=a, push=lambda s: s @ weight.mT, ...)
 
-An operation without a rule goes through the generic one (`generic.py`), which is right for every operation that PyTorch
-can differentiate twice. A rule exists because a benchmark showed that it pays.
+Operations without a rule use the generic one (`generic.py`), which is right for every operation that PyTorch can
+differentiate twice. A rule exists because a benchmark showed that it is faster.
 """
 
 import inspect
@@ -33,23 +33,28 @@ def _same(t: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Map:
-    """An operation at pass 1's values: a signal map, then a map that is linear in the signal and in the weights.
+class Linearization:
+    """The derivatives of an operation u = op(a; p) at the values of pass 1.
+
+    The operation is seen as two functions: a -> signal, then signal -> u, which is linear in the signal and in the
+    weights, apart from additive weights.
 
     Attributes:
-        push: s -> the tangent of u.
+        push: s -> the tangent of u (the Jacobian-vector product), from the tangent s of the signal.
         signal: what the weights multiply: a itself, or the normalised a of a norm.
-        tangent: t -> the tangent s of the signal.
-        pull: R{d} of u -> what it adds to R{d} of a.
-        curve: (d, t) -> what the curvature adds to R{d} of a; a `pull` without it means that there is none.
-        bend: for an operation without weights, (r, d, t) -> R{d} of the arguments, curvature included. r and d are R{d}
-            and d of the outputs; t and the result go by position, as for push, with None where there is no signal.
+        tangent: t -> the tangent s of the signal, from the tangent t of a.
+        pull: R{d} of u -> its contribution to R{d} of a (the vector-Jacobian product).
+        curve: (d, t) -> the contribution of the second derivative to R{d} of a; a `pull` without it means that the
+            second derivative is zero.
+        bend: for an operation without weights, (r, d, t) -> R{d} of the arguments, second derivatives included. r and d
+            are R{d} and d of the outputs; t and the result are by position, as for push, with None where an argument
+            does not depend on the input.
         grad: for each weight, (d, s) -> its gradient, linear in both.
         add: for each additive weight, d -> its gradient; pass 3 adds nothing to it.
         third: with a tap, where d is the error of a: for each weight but additive ones, (d, s) -> pass 3's gradient.
-        mix: (m, back) -> the mix of u from m, the mix back * a + third * t of a. Given only where u = J a + b, with J
-            the same for a and t, so that pass 3 can carry m alone: m -> J m + back * b.
-        cheap: () -> whether a compiled step has kernels of ours for `grad`, so that a second product costs little.
+        mix: (m, back) -> the mix of u from m, the mix back * a + third * t of a. Given only where u = J a + b with the
+            same J for a and t, so that pass 3 can carry m alone: m -> J m + back * b.
+        cheap: () -> whether a compiled step has its own kernels for `grad`, so that a second product costs little.
     """
 
     push: Callable[..., Tensor]
@@ -67,11 +72,11 @@ class Map:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tap:
-    """A call as pass 1 ran it where pass 2 is to find the error of a and the weights' gradients.
+    """A call that pass 1 ran so that pass 2 gives the error of its input and the gradients of its weights.
 
     output  u
-    input   the alias of a that the operation, and it alone, has read: its error is the error of a
-    leaves  pairs of a weight, as the call gives it, and the leaf that stood for it
+    input   an alias of a that only this operation reads, so that its gradient is this operation's error of a
+    leaves  pairs of a weight, as the call got it, and the leaf that was used in its place
     """
 
     output: Tensor
@@ -81,17 +86,17 @@ class Tap:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A registered rule; `reads` says whose contents it needs, the arguments' ("a") or the output's ("u")."""
+    """A registered rule, with the arguments of `rule`."""
 
-    make: Callable[..., Map | None]
+    make: Callable[..., Linearization | None]
     arity: int
     reads: str
     flat: bool
     tap: Callable[..., Tap | None] | None
-    names: frozenset[str]  # of its arguments; a call by other keywords is not for it
+    names: frozenset[str]  # of its arguments; calls with other keywords use the generic rule
 
 
-Make = Callable[..., Map | None]
+Make = Callable[..., Linearization | None]
 
 _RULES: dict[Any, Rule] = {}
 
@@ -106,16 +111,16 @@ def rule(
     """Registers a rule for torch functions, custom ops (`torch.ops.lib.name`) or `autograd.Function` classes.
 
     Args:
-        functions: what the rule is for.
-        arity: how many of the first arguments may depend on the input; the generic rule takes calls where others do.
+        functions: the operations that the rule is for.
+        arity: how many of the first arguments may depend on the input; if others do, the generic rule is used.
         reads: "a": the rule reads its arguments, and of u only shape and dtype; "u": it reads u, and of the first
             argument only shape and dtype (the mask of a ReLU can be read from either). A rule with "u" must accept
             every call.
-        flat: every map of this rule has a `pull` and no `curve`, or a `bend` that reads neither d nor t, so that exact
-            mode need not keep the output's error.
-        tap: runs the call in pass 1 in place of the function, or returns None. The error d of the map is then that of
-            a, and pass 2 computes the weights' gradients; `curve` gets them after d and t. The rule must accept every
-            call that its tap has run.
+        flat: every result of the rule has a `pull` and no `curve`, or a `bend` that reads neither d nor t, so that
+            exact mode does not need the output's error.
+        tap: runs the call in pass 1 in place of the function, or returns None. The error d in the `Linearization` is
+            then that of a, and pass 2 computes the weights' gradients; `curve` gets them after d and t. The rule must
+            accept every call that its tap has run.
     """
 
     def register(make: Make) -> Make:
@@ -132,7 +137,7 @@ def rule_for(func: Callable[..., Any]) -> Rule | None:
 
 
 def key_of(func: Any) -> Any:
-    """What an operation is registered under: the Function class behind its `apply`, the packet of an overload."""
+    """The key that an operation is registered under: the class of `Function.apply`, the packet of an overload."""
     if isinstance(func, OpOverload):
         return func.overloadpacket
     if isinstance(func, torch.library.CustomOpDef):
@@ -142,7 +147,7 @@ def key_of(func: Any) -> Any:
 
 
 def name_of(func: Any) -> str:
-    """The operation's name as a user would say it."""
+    """The operation's name, for messages."""
     key = key_of(func)
     if isinstance(key, OpOverloadPacket):
         return str(key)
@@ -152,6 +157,6 @@ def name_of(func: Any) -> str:
 
 
 def is_users(func: Any) -> bool:
-    """Whether an operation is somebody's own: an `autograd.Function` or a custom op."""
+    """Whether an operation is user-defined: an `autograd.Function` or a custom op."""
     key = key_of(func)
     return isinstance(key, type) or (isinstance(key, OpOverloadPacket) and not str(key).startswith("aten."))

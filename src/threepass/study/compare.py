@@ -31,18 +31,21 @@ from torch.nn import functional as F
 
 from ..core.engine import run as three_passes
 from ..core.options import Options
+from ..errors import DivergedError
 from ..inspect.variances import variances
 from ..step import add_to_grad
 from ..train.checkpoint import code_version
 from ..train.config import Config
 from ..train.data import Batches, DataSet, load
-from ..train.loop import fit, make_optimizer
-from ..train.runs import fresh
+from ..train.folder import fresh
+from ..train.loop import Trainer, fit
+from ..train.optimizer import make_optimizer
 from . import robust
 from .gather import read
 from .report import report
 
 FORMAT = 1
+EXAMPLES = 8  # images that are shown
 LossFn = Callable[[Any, Any], Tensor]
 
 
@@ -122,6 +125,10 @@ def compare(
         say: told of every run's end.
     """
     _check(variants, seeds)
+    if not data.classes:
+        raise ValueError(f"{data.name} has no classes, and a comparison measures accuracy: use train for regression")
+    for variant in variants:  # what cannot be trained is refused before anything is
+        Trainer(_fresh_model(make_model, data, 0), data, variant.config(config, 0), loss_fn)
     out = Path(out) if resume else fresh(Path(out))
     described = describe(data, make_model, config, variants, seeds, command, about, sigmas, radii)
     _begin(out, described, resume)
@@ -247,10 +254,6 @@ def write_json(path: Path, content: Any) -> None:
     beside.replace(path)
 
 
-class _DivergedError(Exception):
-    pass
-
-
 def _train(
     data: DataSet,
     make_model: Callable[[], nn.Module],
@@ -267,13 +270,9 @@ def _train(
     model = _fresh_model(make_model, data, seed)
     begun = any((folder / name / "state.json").exists() for name in ("checkpoint", "checkpoint.old"))
 
-    def stop_if_diverged(epoch: int, done: int) -> None:
-        if done == 1 and epoch > 0 and read(folder).diverged:
-            raise _DivergedError
-
     if not (begun and read(folder).diverged):
-        with contextlib.suppress(_DivergedError):
-            fit(model, data, own, folder=folder, resume=begun, loss_fn=loss_fn, after_step=stop_if_diverged)
+        with contextlib.suppress(DivergedError):
+            fit(model, data, own, folder=folder, resume=begun, loss_fn=loss_fn)
     run = read(folder)
     if not run.diverged:
         save_file(
@@ -316,8 +315,7 @@ def _variances(model: nn.Module, data: DataSet, config: Config, loss_fn: LossFn 
 def _keep_examples(data: DataSet, make_model: Callable[[], nn.Module], variants: Sequence[Variant], out: Path) -> None:
     """Validation images with dl/dp under every variant of seed 0, and |dl/dp| of all examples.
 
-    Six images have the largest geometric mean of |dl/dp| over the variants, a choice that favours none of them; then
-    come the first two of different classes, whatever the results.
+    The images are those with the largest geometric mean of |dl/dp| over the variants, a choice that favours none.
     """
     p = robust.pixels(data)
     gradients, kept = {}, {}
@@ -332,8 +330,8 @@ def _keep_examples(data: DataSet, make_model: Callable[[], nn.Module], variants:
             kept[f"said/{v.name}"] = model(p.normalised(p.x)).argmax(1)
     if not gradients:
         return
-    hard = torch.stack([kept[f"norm/{name}"] for name in gradients]).log().mean(0).argsort(descending=True)[:6].tolist()
-    shown = hard + [i for i, y in enumerate(p.y.tolist()) if y not in p.y[:i].tolist()][:2]
+    lengths = torch.stack([kept[f"norm/{name}"] for name in gradients])
+    shown = lengths.log().mean(0).argsort(descending=True)[:EXAMPLES].tolist()
     kept |= {"pixels": p.x[shown].float(), "label": p.y[shown]}
     for name, gradient in gradients.items():
         kept |= {f"gradient/{name}": gradient[shown].float(), f"said/{name}": kept[f"said/{name}"][shown]}

@@ -18,7 +18,15 @@ from .intervals import Difference, paired
 
 Measure = Callable[["Run"], float | None]
 # Settings that do not change what a run computes, but for rounding
-WITHOUT_EFFECT = ("compile", "channels_last", "deterministic", "save_every", "probe_every", "align_every")
+WITHOUT_EFFECT = (
+    "compile",
+    "channels_last",
+    "deterministic",
+    "save_every",
+    "save_minutes",
+    "probe_every",
+    "align_every",
+)
 
 
 @dataclass
@@ -118,6 +126,10 @@ def gather(folders: Sequence[Path]) -> Study:
             study.groups += _compared(place, about, f"{place.name}: " if several else "")
         elif (place / "metrics.jsonl").exists():
             single.append(read(place))
+            if single[-1].history and "val_error" not in single[-1].history[-1]:
+                raise ValueError(
+                    f"{folder}: reports compare validation errors, and this run has none: it has no classes"
+                )
         else:
             raise FileNotFoundError(
                 f"{folder} holds no run: there is neither compare.json nor metrics.jsonl in it; "

@@ -1,1 +1,1 @@
-"""Pass 1's tape: what it records of the user's model, and how an operation on it is run again."""
+"""The tape: what pass 1 records of the user's model, and how a recorded operation is run again."""

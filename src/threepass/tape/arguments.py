@@ -1,4 +1,4 @@
-"""The arguments of a call as a flat list: cheaply where they are flat already, which is nearly always."""
+"""The arguments of a call as a flat list, without pytree overhead where they are flat already (nearly always)."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ Shape = tuple[int, tuple[str, ...], TreeSpec | None]
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Shape]:
-    """Every argument is one value, but for containers that hold tensors, which are opened."""
-    values: list[Any] = [_kept(v) for v in (*args, *kwargs.values())]
+    """The arguments as a list; containers are flattened if any of them holds tensors."""
+    values: list[Any] = [_copy_lists(v) for v in (*args, *kwargs.values())]
     if not any(_holds_tensors(v) for v in values):
         return values, (len(args), tuple(kwargs), None)
     flat, spec = tree_flatten(values)
@@ -32,12 +32,12 @@ def tensors_in(out: Any) -> list[Tensor]:
     return [z for z in tree_leaves(out) if isinstance(z, Tensor)] if _holds_tensors(out) else []
 
 
-def _kept(value: Any) -> Any:
-    """The value, with copies of lists in it, which the caller may change later."""
+def _copy_lists(value: Any) -> Any:
+    """The value with its lists copied, because the caller may change them later."""
     if isinstance(value, list):
-        return [_kept(v) for v in value]
+        return [_copy_lists(v) for v in value]
     if type(value) is tuple and any(isinstance(v, (list, tuple)) for v in value):
-        return tuple(_kept(v) for v in value)
+        return tuple(_copy_lists(v) for v in value)
     return value
 
 

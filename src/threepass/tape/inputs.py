@@ -1,4 +1,4 @@
-"""Hooks on the model's modules in pass 1: where the input of the net is, and which module is running."""
+"""Module hooks of pass 1: an input that is the output of a module, and the name of the module that is running."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from .record import Record
 
 
 @contextlib.contextmanager
-def inputs_inside(model: nn.Module, tape: Record, input_at: str | None) -> Iterator[None]:
-    """The output of the module named input_at, or of the first embedding that runs, becomes the input."""
+def module_output_as_input(model: nn.Module, tape: Record, input_at: str | None) -> Iterator[None]:
+    """Makes the output of the module named input_at, or of the first embedding that runs, the input of the net."""
     modules = dict(model.named_modules())
     if input_at is not None and input_at not in modules:
         names = ", ".join(list(filter(None, modules))[:20])
@@ -42,8 +42,8 @@ def inputs_inside(model: nn.Module, tape: Record, input_at: str | None) -> Itera
 
 
 @contextlib.contextmanager
-def paths_kept(model: nn.Module, tape: Record) -> Iterator[None]:
-    """Keeps tape.path at the module that is running."""
+def tracking_module_paths(model: nn.Module, tape: Record) -> Iterator[None]:
+    """Updates tape.path to the module that is running."""
     handles = []
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):  # takes no hooks

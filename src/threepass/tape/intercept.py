@@ -1,7 +1,7 @@
-"""Interception of calls: all patches of PyTorch while a step runs or is traced, and what a call needs before it runs.
+"""Interception of calls: all monkey-patching of PyTorch while a step runs or is traced.
 
-A `TorchFunctionMode` does not see calls of `autograd.Function.apply`, nor those inside torch functions that are written
-in Python: `functions_seen` and `python_body` show it these.
+A `TorchFunctionMode` does not intercept `autograd.Function.apply`, nor calls inside torch functions that are written in
+Python: `intercepting_functions` and `python_body` change that.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ DROPOUT = {torch.dropout: torch.mul, torch.dropout_: Tensor.mul_,
            torch.feature_dropout: torch.mul, torch.feature_dropout_: Tensor.mul_}  # fmt: skip
 
 
-class SeesFunctions(TorchFunctionMode):
-    """A mode that is shown calls of `autograd.Function.apply`, which is no torch function, while `functions_seen`."""
+class FunctionInterceptor(TorchFunctionMode):
+    """A mode that, inside `intercepting_functions`, also gets calls of `autograd.Function.apply`."""
 
 
 _lock = threading.Lock()
@@ -46,14 +46,14 @@ _switches: tuple[bool, bool, Any] = (False, True, None)
 
 
 @contextlib.contextmanager
-def functions_seen() -> Iterator[None]:
-    """Puts a wrapper around `autograd.Function.apply` that asks whether this thread has a mode to show the call to."""
+def intercepting_functions() -> Iterator[None]:
+    """Patches `autograd.Function.apply` to call the innermost `FunctionInterceptor` of the thread, if there is one."""
     global _users, _original
     with _lock:
         _users += 1
         if _users == 1:
             _original = Function.__dict__["apply"]
-            setattr(Function, "apply", classmethod(_shown_apply))  # noqa: B010
+            setattr(Function, "apply", classmethod(_intercepted_apply))  # noqa: B010
     try:
         yield
     finally:
@@ -63,12 +63,12 @@ def functions_seen() -> Iterator[None]:
                 setattr(Function, "apply", _original)  # noqa: B010
 
 
-def _shown_apply(cls, *args, **kwargs):
+def _intercepted_apply(cls, *args, **kwargs):
     func = types.MethodType(_original.__func__, cls)
-    modes = [m for m in function_modes() if isinstance(m, SeesFunctions)] if function_modes_enabled() else []
+    modes = [m for m in function_modes() if isinstance(m, FunctionInterceptor)] if function_modes_enabled() else []
     if not modes:
         return func(*args, **kwargs)
-    if cls is CheckpointFunction:  # its backward works in loss.backward() only: run what it wraps
+    if cls is CheckpointFunction:  # its backward works in loss.backward() only: call the function that it wraps
         return args[0](*args[2:])
     if cls.__module__ == CheckpointFunction.__module__:  # other checkpoints' own bookkeeping
         return func(*args, **kwargs)
@@ -76,19 +76,19 @@ def _shown_apply(cls, *args, **kwargs):
         return modes[-1].__torch_function__(func, (), args, kwargs)
 
 
-def apart(out: Any) -> Any:
-    """Copies of outputs with histories of their own, so that one's error has no part in another's.
+def with_separate_histories(out: Any) -> Any:
+    """Clones of outputs with different autograd nodes, so that the error of one has no part in that of another.
 
-    An LSTM cell computes its state h from its state c, so h's error reaches c's own edge. An alias would not do: a
-    write to it would drop it from the graph.
+    An LSTM cell computes its state h from its state c, so the error of h is part of the gradient at c's own edge. An
+    alias would not do: an in-place write to it would replace its node.
     """
     if isinstance(out, Tensor) or len({z.grad_fn for z in tensors_in(out)} - {None}) < 2:
         return out
     return tree_map(lambda z: z.clone() if isinstance(z, Tensor) and z.requires_grad else z, out)
 
 
-def drawn_once(func, values, spec):
-    """Dropout as a multiplication by its mask, drawn as dropout draws it, so that pass 3 has the same mask."""
+def dropout_as_product(func, values, spec):
+    """Dropout as the product with its mask, drawn by dropout itself, so that pass 3 has the same mask."""
     args, kwargs = unflatten(values, spec)
     a, p, train = (*args, *kwargs.values())[:3]
     if not train or p == 0:
@@ -100,18 +100,21 @@ def drawn_once(func, values, spec):
 
 @functools.cache
 def writes_to(func) -> bool:
-    """Whether torch's names say that a function writes to its first argument."""
+    """Whether a function writes to its first argument in place, by torch's naming conventions."""
     name = name_of(func).rpartition(".")[2]
     return bool(re.fullmatch(r"\w*[^_]_|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|matmul)__", name))
 
 
 @functools.cache
 def python_body(func) -> Callable[..., Any] | None:
-    """A torch function written in Python, with its question whether somebody overrides it answered no."""
+    """A copy of a pure-Python torch function whose `has_torch_function` checks return False.
+
+    A mode then intercepts the calls inside it. None for other functions.
+    """
     if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch") or func is MULTI_HEAD:
         return None
-    asks = [name for name in func.__globals__ if name.startswith("has_torch_function")]
-    globals_ = func.__globals__ | {name: lambda *_: False for name in asks}
+    checks = [name for name in func.__globals__ if name.startswith("has_torch_function")]
+    globals_ = func.__globals__ | {name: lambda *_: False for name in checks}
     body = types.FunctionType(func.__code__, globals_, func.__name__, func.__defaults__, func.__closure__)
     body.__kwdefaults__ = func.__kwdefaults__
     return body
@@ -121,10 +124,10 @@ def python_body(func) -> Callable[..., Any] | None:
 def told_it_is_compiled() -> Iterator[None]:
     """`torch.compiler.is_compiling()` returns True, and contents of tensors are not validated.
 
-    Libraries ask it before they look into a mask. torch asks it too, where it makes no difference to a step's results:
-    modules do not call hooks for exceptions, transformer layers do not look for padding in a mask. As under
-    `torch.compile`, distributions do not validate their arguments, and `torch._check_tensor_all` does nothing.
-    `torch.compiler.is_dynamo_compiling()` and `torch.compiler.is_exporting()` stay False. Other threads see this too.
+    Libraries check it before they read a mask's values. torch checks it where the results of a step do not depend on
+    it: modules do not call `always_call` hooks on exceptions, transformer layers do not look for padding in a mask. As
+    under `torch.compile`, distributions do not validate their arguments, and `torch._check_tensor_all` does nothing.
+    `torch.compiler.is_dynamo_compiling()` and `torch.compiler.is_exporting()` stay False. Other threads are affected.
     """
     global _traces, _switches
     with _lock:

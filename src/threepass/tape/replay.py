@@ -1,4 +1,4 @@
-"""Running one recorded operation again, under the conditions that pass 1 ran it in."""
+"""Running a recorded operation again under the conditions of pass 1: autocast, random state, kernels."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -16,40 +16,23 @@ from .state import random_state, set_random_state
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
 MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-SILENT_WRITES = {torch.batch_norm: (3, 4), torch.instance_norm: (3, 4)}  # running statistics: no version counter moves
+SILENT_WRITES = {torch.batch_norm: (3, 4), torch.instance_norm: (3, 4)}  # running statistics: no version changes
 _RANDOM = {
-    *(
-        "alpha_dropout",
-        "feature_alpha_dropout",
-        "rrelu",
-        "rrelu_with_noise",
-        "bernoulli",
-        "binomial",
-        "poisson",
-        "normal",
-    ),
-    *(
-        "_standard_gamma",
-        "_sample_dirichlet",
-        "multinomial",
-        "uniform",
-        "exponential",
-        "log_normal",
-        "cauchy",
-        "geometric",
-    ),
-}
+    "_sample_dirichlet", "_standard_gamma", "alpha_dropout", "bernoulli", "binomial", "cauchy", "exponential",
+    "feature_alpha_dropout", "geometric", "log_normal", "multinomial", "normal", "poisson", "rrelu",
+    "rrelu_with_noise", "uniform",
+}  # fmt: skip
 
 
 def is_random(func: Callable[..., Any], values: list[Any]) -> bool:
-    """Whether a call may draw random numbers: those of user-defined operations may."""
+    """Whether a call may draw random numbers; any user-defined operation may."""
     drops = func in (ATTENTION, MULTI_HEAD) and any(isinstance(v, float) and v > 0 for v in values)
     return is_users(func) or drops or func in _RECURRENT or name_of(func).removesuffix("_") in _RANDOM
 
 
 @contextlib.contextmanager
-def nothing_drawn_in_a_trace(what: str) -> Iterator[None]:
-    """A tracer does not see that the random state is put back, so that a rerun would draw other numbers."""
+def refusing_random_numbers_in_trace(what: str) -> Iterator[None]:
+    """Raises `CaptureError` if random numbers are drawn in a trace: restoring the random state cannot be traced."""
     mode = get_proxy_mode()
     if mode is None:
         yield
@@ -69,7 +52,7 @@ def _draws(mode: Any) -> int:
 def as_recorded(
     func: Callable[..., Any], autocast: tuple[str, bool, torch.dtype], rng: list[Tensor] | None
 ) -> Iterator[None]:
-    """Autocast and random numbers as in pass 1, and kernels that can be differentiated twice."""
+    """Sets autocast and the random state as in pass 1, and selects kernels that can be differentiated twice."""
     device, enabled, dtype = autocast
     with contextlib.ExitStack() as stack:
         if enabled or torch.is_autocast_enabled(device):
@@ -78,7 +61,7 @@ def as_recorded(
             now = random_state(device)
             stack.callback(set_random_state, now, device)
             set_random_state(rng, device)
-            stack.enter_context(nothing_drawn_in_a_trace(name_of(func)))
+            stack.enter_context(refusing_random_numbers_in_trace(name_of(func)))
         if func in (ATTENTION, MULTI_HEAD):
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if func in (*_RECURRENT, torch.grid_sampler):

@@ -1,4 +1,4 @@
-"""Signals: what runs along the activations, t in pass 3 and R{d} in exact mode."""
+"""Signals of activations: the tangent t (or the mix) in pass 3, R{d} in the backward pass of exact mode."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,8 @@ def storage_of(z: Tensor) -> Storage:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Spot:
-    """Where an active tensor's signal lives. The tape keeps spots, not tensors, so that activations can be freed."""
+class ActivationMeta:
+    """The metadata of an active tensor, by which the tape refers to it, so that the tensor itself can be freed."""
 
     token: object  # of the tape that the tensor is active on
     storage: Storage
@@ -26,20 +26,20 @@ class Spot:
     dtype: torch.dtype
     device: torch.device
 
-    def window(self, buffer: Tensor) -> Tensor:
-        """The part of a storage-shaped buffer that this tensor looks at."""
+    def view_in(self, buffer: Tensor) -> Tensor:
+        """The view of a buffer of the storage's size that this tensor is of its storage."""
         buffer = buffer if buffer.dtype == self.dtype else buffer.view(self.dtype)
         return buffer.as_strided(self.shape, self.stride, self.offset)
 
-    def narrow(self, buffer: Tensor) -> Tensor:
-        """The same, with one element along expanded dimensions, so that it can be written to."""
+    def writable_view_in(self, buffer: Tensor) -> Tensor:
+        """The same, with size 1 along expanded dimensions, so that it can be written to."""
         shape = [1 if stride == 0 else size for size, stride in zip(self.shape, self.stride, strict=True)]
         buffer = buffer if buffer.dtype == self.dtype else buffer.view(self.dtype)
         return buffer.as_strided(shape, self.stride, self.offset)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the tensor is its storage, in order."""
+    def covers_storage(self) -> bool:
+        """Whether the tensor is contiguous and as large as its storage."""
         count, expected = 1, []
         for size in reversed(self.shape):
             expected.append(count)
@@ -58,50 +58,50 @@ class Spot:
 
 
 class Signals:
-    """One signal for every active tensor: the tangent t in pass 3, R{d} in exact mode.
+    """The signal of every active tensor.
 
-    Where operations write to storage that several tensors look at, their signals share storage in the same way.
+    Where operations write to a storage that several tensors alias, their signals alias a buffer in the same way.
     """
 
-    def __init__(self, shared: set[Storage]):
-        self._shared = shared
-        self._own: dict[Spot, Tensor] = {}
+    def __init__(self, aliased: set[Storage]):
+        self._aliased = aliased
+        self._own: dict[ActivationMeta, Tensor] = {}
         self._buffers: dict[Storage, Tensor] = {}
 
-    def get(self, z: Spot) -> Tensor | None:
-        if z.storage not in self._shared:
+    def get(self, z: ActivationMeta) -> Tensor | None:
+        if z.storage not in self._aliased:
             return self._own.get(z)
-        return z.window(self._buffers[z.storage]).clone() if z.storage in self._buffers else None
+        return z.view_in(self._buffers[z.storage]).clone() if z.storage in self._buffers else None
 
-    def put(self, z: Spot, signal: Tensor | None) -> None:
-        if z.storage in self._shared:
-            narrow = z.narrow(self._buffer(z))
-            narrow.copy_(torch.zeros_like(narrow) if signal is None else signal.expand(z.shape)[_first(z)])
+    def put(self, z: ActivationMeta, signal: Tensor | None) -> None:
+        if z.storage in self._aliased:
+            view = z.writable_view_in(self._buffer(z))
+            view.copy_(torch.zeros_like(view) if signal is None else signal.expand(z.shape)[_without_repeats(z)])
         elif signal is None:
             self._own.pop(z, None)
         else:
             self._own[z] = signal
 
-    def add(self, z: Spot, signal: Tensor) -> None:
-        if z.storage in self._shared:
-            narrow = z.narrow(self._buffer(z))
-            narrow.add_(signal.sum_to_size(narrow.shape))
+    def add(self, z: ActivationMeta, signal: Tensor) -> None:
+        if z.storage in self._aliased:
+            view = z.writable_view_in(self._buffer(z))
+            view.add_(signal.sum_to_size(view.shape))
         else:
             self._own[z] = self._own[z] + signal if z in self._own else signal
 
-    def take(self, z: Spot) -> Tensor | None:
-        """The signal of z, which has none from here on."""
+    def take(self, z: ActivationMeta) -> Tensor | None:
+        """Removes and returns the signal of z."""
         signal = self.get(z)
         if signal is not None:
             self.put(z, None)
         return signal
 
-    def _buffer(self, z: Spot) -> Tensor:
+    def _buffer(self, z: ActivationMeta) -> Tensor:
         if z.storage not in self._buffers:
             self._buffers[z.storage] = z.buffer()
         return self._buffers[z.storage]
 
 
-def _first(z: Spot) -> tuple[slice, ...]:
-    """Of an expanded tensor, each element once."""
+def _without_repeats(z: ActivationMeta) -> tuple[slice, ...]:
+    """The index of an expanded tensor that takes each element once."""
     return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in z.stride)

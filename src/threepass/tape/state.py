@@ -1,4 +1,4 @@
-"""State around a call: switches of autograd, and buffers and random state, saved and restored."""
+"""State that a step sets or restores: autograd's switches, buffers and random state."""
 
 import contextlib
 import itertools
@@ -11,8 +11,8 @@ from .._torch_compat import is_dynamo_imported, no_dispatch_modes
 
 
 @contextlib.contextmanager
-def trainable_surroundings() -> Iterator[None]:
-    """Gradients can be computed here, whatever the caller switched off; compiled parts run as they were written."""
+def autograd_enabled() -> Iterator[None]:
+    """Enables autograd, whatever the caller disabled, and runs `torch.compile`d parts eagerly."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -23,7 +23,7 @@ def trainable_surroundings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchanged_on_error(model: nn.Module, always: bool = False) -> Iterator[None]:
-    """Puts buffers and random state back if something goes wrong; `always`: in any case."""
+    """Restores buffers and random state if an exception is raised; `always`: in any case."""
     device = next(itertools.chain(model.parameters(), model.buffers())).device.type
     rng = random_state(device)
     buffers = [
@@ -37,9 +37,9 @@ def unchanged_on_error(model: nn.Module, always: bool = False) -> Iterator[None]
     finally:
         if always:
             set_random_state(rng, device)
-            with torch.no_grad(), no_dispatch_modes():  # a tracer is not to see this
-                for where, name, buffer, contents in buffers:
-                    where[name] = buffer
+            with torch.no_grad(), no_dispatch_modes():  # not recorded by a tracer
+                for module_buffers, name, buffer, contents in buffers:
+                    module_buffers[name] = buffer
                     if not torch.equal(buffer, contents):
                         buffer.copy_(contents)
 

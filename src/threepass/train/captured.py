@@ -19,9 +19,10 @@ from ..compile.step import capturable, laid_out
 from ..errors import CaptureError
 from ..numerics.precision import weights_dtype
 from ..tape.state import unchanged_on_error
-from .optimizer import is_graphable, lr_in, state_tensors
+from .data import Batches
+from .optimizer import clip_gradients, is_graphable, lr_in, state_tensors
 from .recorder import Recorder, Recording
-from .steps import Steps, in_precision, summed
+from .steps import Steps, in_precision
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,13 @@ class RecordedStep(Recording):
 class CapturedSteps(Steps):
     """`Steps` by replays, and eagerly where a step cannot be recorded."""
 
+    batches: Batches
+
     def __init__(self, *args: Any, recorder: Recorder):
         super().__init__(*args)
         self.recorder = recorder
         self.graphable = is_graphable(self.optimizer)
+        self.drawn = torch.empty((4, self.batches.samples), dtype=torch.int64, device=self.device)
         # Fused optimizers on a GPU read a float32 learning rate.
         kind = torch.float32 if self.device.type == "cuda" else torch.float64
         self.lr = torch.zeros((), dtype=kind, device=self.device)
@@ -90,6 +94,10 @@ class CapturedSteps(Steps):
             _put(step.trained, grads)
             self.update(position)
             self.optimizer.zero_grad()
+
+    def batch(self, position: int) -> tuple[Any, Any]:
+        first = position % len(self.batches) * self.batches.batch_size
+        return self.batches.cut(self.drawn[:, first : first + self.batches.batch_size])
 
     def finish(self, position: int) -> None:
         if self.config.update == "epoch":
@@ -134,8 +142,9 @@ class CapturedSteps(Steps):
             options = self.schedule.options(position)
             weights, seed = (back.to(dtype), third.to(dtype)), seed.to(torch.int32)
             r = self.passes(self.model, self.loss_fn, x, y, options, third=kind.third, weights=weights, seed=seed)
-        self.sums += summed(r, y)
+        self.sums += self.summed(r, x, y)
         self.loss.copy_(r.loss)
+        self.curve.index_copy_(0, place, torch.stack([r.loss.double(), r.input_loss.double()])[None])
         self.lr.copy_(lr)
         place += 1
         trained[:] = [named[name] for name in r.grads]
@@ -151,6 +160,7 @@ class CapturedSteps(Steps):
         if not self.graphable:
             return grads
         _put(trained, grads)
+        clip_gradients(self.optimizer, self.config.clip)
         with lr_in(self.optimizer, self.lr):
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -175,7 +185,8 @@ class CapturedSteps(Steps):
     def _changing(self) -> list[Tensor]:
         parameters = list(self.model.parameters())
         grads = [p.grad for p in parameters if p.grad is not None]
-        return [*parameters, *grads, *state_tensors(self.optimizer), self.sums, self.loss, self.lr, self.place]
+        own = [self.sums, self.loss, self.curve, self.lr, self.place]
+        return [*parameters, *grads, *state_tensors(self.optimizer), *own]
 
 
 def _put(trained: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> None:

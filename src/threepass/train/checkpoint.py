@@ -15,14 +15,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..tape.state import random_state, set_random_state
+from .files import Kinds, check_kind, read_object
 
-FORMAT = 1
-
+FORMAT = 2
+KEYS: dict[str, Kinds] = {
+    "format": (int,), "config": (dict,), "position": (list,), "seconds": (float,), "history": (list,),
+    "average_updates": (int,), "optimizer": (dict,), "numpy_random": (list,), "python_random": (list,),
+}  # fmt: skip
 
 Packed = tuple[dict[str, Tensor], dict[str, Any]]
 
@@ -64,12 +69,17 @@ def write(path: Path, packed: Packed) -> None:
     tensors, state = packed
     beside = path.with_name(path.name + ".new")
     shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    save_file(tensors, beside / "tensors.safetensors")
-    (beside / "state.json").write_text(json.dumps(state, indent=1))
-    for file in (beside / "tensors.safetensors", beside / "state.json"):
-        with open(file, "rb") as written:
-            os.fsync(written.fileno())
+    try:
+        beside.mkdir(parents=True)
+        save_file(tensors, beside / "tensors.safetensors")
+        (beside / "state.json").write_text(json.dumps(state, indent=1))
+        for file in (beside / "tensors.safetensors", beside / "state.json"):
+            with open(file, "rb") as written:
+                os.fsync(written.fileno())
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        kept = "the one before is kept" if exists(path) else "there is none before it"
+        raise OSError(f"could not write the checkpoint {path} ({error}); {kept}") from error
     old = path.with_name(path.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
@@ -81,12 +91,13 @@ def write(path: Path, packed: Packed) -> None:
 def load(path: Path, model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Puts model, optimizer and random states back; returns the sums and the rest of the state."""
     folder = find(path)
-    state = json.loads((folder / "state.json").read_text())
-    if state.get("format") != FORMAT:
-        raise ValueError(f"{folder}: written by another version (format {state.get('format')}, this reads {FORMAT})")
+    state = read_state(folder)
     first = next(model.parameters())
-    tensors = {k: z.to(first.device) for k, z in load_file(folder / "tensors.safetensors").items()}
-    model.load_state_dict({k.removeprefix("model/"): z for k, z in tensors.items() if k.startswith("model/")})
+    tensors = {k: z.to(first.device) for k, z in _read_tensors(folder / "tensors.safetensors").items()}
+    try:
+        model.load_state_dict({k.removeprefix("model/"): z for k, z in tensors.items() if k.startswith("model/")})
+    except RuntimeError as error:
+        raise ValueError(f"{folder} is of another model: {' '.join(str(error).split())}") from error
     packed: dict[int, dict[str, Any]] = {}
     for key, z in tensors.items():
         if key.startswith("optimizer/"):
@@ -103,6 +114,29 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, 
     version, internal, gauss = state["python_random"]
     random.setstate((version, tuple(internal), gauss))
     return {k.removeprefix("sum/"): z for k, z in tensors.items() if k.startswith("sum/")}, state
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What state.json holds, checked."""
+    file = folder / "state.json"
+    state = read_object(file, {"format": (int,)})
+    if state["format"] != FORMAT:
+        raise ValueError(f"{folder}: written by another version (format {state['format']}, this reads {FORMAT})")
+    state = read_object(file, KEYS)
+    for place in state["position"]:
+        check_kind(file, "position", place, (int,))
+    for number, metrics in enumerate(state["history"]):
+        check_kind(file, f"history[{number}]", metrics, (dict,))
+    for name, kinds in {"groups": (list,), "rest": (dict,)}.items():
+        check_kind(file, f"optimizer.{name}", state["optimizer"].get(name), kinds)
+    return state
+
+
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is damaged or missing ({error}): the run cannot be resumed from it") from error
 
 
 @torch.no_grad()
@@ -122,9 +156,17 @@ def code_version() -> str:
         return "from source"
 
 
+def exists(path: Path) -> bool:
+    return any((folder / "state.json").exists() for folder in _places(path))
+
+
 def find(path: Path) -> Path:
     """The checkpoint at `path`; the one before, if a crash came between the two renames."""
-    for folder in (path, path.with_name(path.name + ".old")):
+    for folder in _places(path):
         if (folder / "state.json").exists():
             return folder
-    raise FileNotFoundError(f"no checkpoint at {path}: a run writes one after every epoch; start it without resume")
+    raise FileNotFoundError(f"no checkpoint at {path}")
+
+
+def _places(path: Path) -> tuple[Path, Path]:
+    return path, path.with_name(path.name + ".old")

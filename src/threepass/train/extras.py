@@ -9,4 +9,5 @@ def require(module: str, purpose: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ImportError(f"{purpose} needs {module}: pip install 'threepass[train]'") from error
+        package = module.partition(".")[0]
+        raise ImportError(f"{purpose} needs {package}: pip install 'threepass[train]'", name=package) from error

@@ -37,6 +37,12 @@ def make_optimizer(model: nn.Module, config: Config) -> Optimizer:
     return made(parameters, **options)
 
 
+def clip_gradients(optimizer: Optimizer, norm: float) -> None:
+    """Scales all gradients together to at most this norm; 0 leaves them as they are."""
+    if norm:
+        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], norm)
+
+
 def is_graphable(optimizer: Optimizer) -> bool:
     """Whether a step is device work alone, with the learning rate in a tensor, and its state starts as zeros."""
     return type(optimizer) in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW) and all(

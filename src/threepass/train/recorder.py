@@ -40,6 +40,7 @@ class Recorder:
     def __init__(self, device: torch.device, model: nn.Module, loss_fn: Callable[..., Tensor], required: bool = False):
         self.device = device
         self.programs: Programs[Recording] = Programs(Signature(model, loss_fn), required)
+        self.announce: Callable[[str], None] = lambda text: None  # told what is about to be recorded
         self.seconds = 0.0  # spent on recording
         self.check_seconds = 0.0  # of them, on the check of what was compiled
         self._newest: CudaGraph | None = None  # keeps the graphs' memory pool alive when others make room
@@ -55,7 +56,12 @@ class Recorder:
 
         Both batch sizes of an epoch come again in the next one: each is recorded when it comes first.
         """
-        return self.programs.find(kind, rows, make, lambda: f"{kind}, batches of {rows}", recurring=True)
+
+        def announced() -> Recording:
+            self.announce(f"compiling {kind}, batches of {rows}")
+            return make()
+
+        return self.programs.find(kind, rows, announced, lambda: f"{kind}, batches of {rows}", recurring=True)
 
     def record(
         self,

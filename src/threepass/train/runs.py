@@ -1,5 +1,6 @@
 """A run on disk: the folder `runs/NAME` with run.json (what to train on what), metrics and a checkpoint."""
 
+import dataclasses
 import json
 import platform
 from dataclasses import asdict, dataclass, field
@@ -13,7 +14,14 @@ from .. import models
 from ..init import init_
 from .config import Config
 from .data import DataSet, load
-from .loop import Fit, fit
+from .files import Kinds, read_object
+from .loop import Trainer
+
+KEYS: dict[str, Kinds] = {
+    "data": (str,), "model": (str,), "model_options": (dict,), "init": (str, type(None)),
+    "data_dir": (str, type(None)), "device": (str,), "config": (dict,),
+}  # fmt: skip
+WHERE = ("data_dir", "device")  # a run may go on elsewhere
 
 
 @dataclass(frozen=True)
@@ -28,14 +36,10 @@ class Run:
     device: str = "auto"
     config: Config = field(default_factory=Config)
 
-    def train(self, folder: Path, resume: bool = False) -> Fit:
-        """Trains in the folder, which gets run.json first; `resume` goes on from its checkpoint."""
+    def trainer(self) -> Trainer:
+        """The run, ready to begin: data loaded, model made, and both checked against each other and the settings."""
         data = self.load()
-        model = self.make_model(data)
-        if not resume:
-            folder.mkdir(parents=True)
-            self.write(folder)
-        return fit(model, data, self.config, folder=folder, resume=resume)
+        return Trainer(self.make_model(data), data, self.config)
 
     def make_model(self, data: DataSet) -> nn.Module:
         """The model with the initial weights of the run's seed, on the data's device."""
@@ -46,10 +50,7 @@ class Run:
         return model.to(data.train.x.device)
 
     def load(self) -> DataSet:
-        device = self.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        return load(self.data, self.data_dir, device=device)
+        return load(self.data, self.data_dir, device=find_device(self.device))
 
     def write(self, folder: Path) -> None:
         about = asdict(self) | {
@@ -57,20 +58,49 @@ class Run:
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
-        (folder / "run.json").write_text(json.dumps(about, indent=1))
+        beside = folder / "run.json.new"
+        beside.write_text(json.dumps(about, indent=1))
+        beside.replace(folder / "run.json")
 
     @classmethod
     def read(cls, folder: Path) -> "Run":
         if not (folder / "run.json").exists():
             raise FileNotFoundError(f"{folder} holds no run: there is no run.json in it")
-        about = json.loads((folder / "run.json").read_text())
-        config = Config.from_dict(about.pop("config"))
-        return cls(**{k: v for k, v in about.items() if k not in ("torch", "python")}, config=config)
+        file = folder / "run.json"
+        about = read_object(file, KEYS)
+        config = Config.from_dict(about["config"], file)
+        return cls(**{name: about[name] for name in KEYS if name != "config"}, config=config)
+
+    def resumed(self, given: dict[str, Any]) -> "Run":
+        """This run with what was given anew when it is resumed: where it runs, and what its checkpoint lets change."""
+        own = {name: value for name, value in given.items() if name in KEYS}
+        refused = [name for name, value in own.items() if name not in WHERE and value != getattr(self, name)]
+        if refused:
+            flags = ", ".join("--" + name.replace("_", "-") for name in refused)
+            raise ValueError(f"a resumed run keeps its {', '.join(refused)}: leave out {flags}, or start a new run")
+        settings = {name: value for name, value in given.items() if name not in KEYS}
+        where = {name: value for name, value in own.items() if name in WHERE}
+        return dataclasses.replace(self, **where, config=self.config.with_settings(settings))
+
+
+def find_device(name: str) -> torch.device:
+    """The device of this name; auto: cuda if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device must be cpu, cuda, cuda:N or auto, got {name!r}") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        found = f"there are {count} CUDA devices" if count else "PyTorch finds no CUDA device"
+        raise ValueError(f"device {name}: {found}; --device cpu or --device auto trains without one")
+    return device
 
 
 def build(name: str, data: DataSet, **options: Any) -> nn.Module:
     """A model of `threepass.models` that fits the data's images and classes, or a function of the user's, as it is."""
-    shape, classes = data.train.x.shape[1:], len(data.classes)
+    shape, classes = data.train.x.shape[1:], len(data.classes) or data.train.y.shape[1:].numel()
     fitting: dict[str, Any] = {}
     if name == "mlp":
         fitting = {"sizes": (shape.numel(), 512, classes)}
@@ -81,12 +111,3 @@ def build(name: str, data: DataSet, **options: Any) -> nn.Module:
             )
         fitting = {"classes": classes, "channels": shape[0]} | ({"image": shape[-1]} if name == "vit" else {})
     return models.by_name(name, **fitting | options)
-
-
-def fresh(folder: Path) -> Path:
-    """The folder, or the first of NAME-2, NAME-3, ... that is not there: no run overwrites another."""
-    number, wanted = 2, folder
-    while folder.exists():
-        folder = wanted.with_name(f"{wanted.name}-{number}")
-        number += 1
-    return folder

@@ -14,7 +14,7 @@ from .config import Config
 class Schedule:
     """Functions of the position, the number of steps before this one in the whole run, and of nothing else."""
 
-    def __init__(self, config: Config, batches: int, samples: int, penalty: Penalty | None = None):
+    def __init__(self, config: Config, batches: int, samples: int | None, penalty: Penalty | None = None):
         self.config, self.batches, self.samples = config, batches, samples
         self.penalty = config.penalty if penalty is None else penalty
 
@@ -33,7 +33,7 @@ class Schedule:
         if c.schedule == "cosine":
             return lr * 0.5 * (1 + math.cos(math.pi * progress))
         if c.schedule == "step":
-            return lr * c.gamma ** sum(progress >= m for m in c.milestones)
+            return lr * c.gamma ** sum((progress if m < 1 else position / self.batches) >= m for m in c.milestones)
         return lr
 
     def third(self, position: int) -> bool:

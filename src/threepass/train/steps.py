@@ -1,6 +1,5 @@
 """The training steps of a run, as Python runs them: a batch, three passes, an update, and the epoch's sums."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,57 +7,75 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..compile.step import CompiledSteps, three_pass_call
 from ..core.engine import Result
 from ..core.engine import run as three_passes
 from ..core.penalty import Penalty
 from ..step import add_to_grad
 from .config import Config
-from .data import Batches
-from .optimizer import set_lr
+from .data import Batches, LoaderBatches
+from .metrics import LossFn, Metric, batch_sums, samples_in
+from .optimizer import clip_gradients, set_lr
 from .sam import sam
 from .schedule import Schedule
 
-SUMS = ("loss", "wrong", "input_loss", "samples")
-LossFn = Callable[[Any, Any], Tensor]
+SUMS = ("loss", "metric", "input_loss", "samples")
 
 
 class Steps:
-    """One call is one step; `sums` are float64 and in the order of SUMS, `loss` is the newest step's."""
+    """One call is one step; `sums` are float64 and in the order of SUMS, `loss` is the newest step's.
+
+    `curve` has the loss and the input loss of every step of the epoch, batches x 2.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         loss_fn: LossFn,
-        batches: Batches,
+        metric: Metric | None,
+        batches: Batches | LoaderBatches,
         optimizer: Optimizer,
         config: Config,
         penalty: Penalty | None = None,
     ):
-        self.model, self.loss_fn, self.batches, self.optimizer, self.config = model, loss_fn, batches, optimizer, config
+        self.model, self.loss_fn, self.metric, self.config = model, loss_fn, metric, config
+        self.batches, self.optimizer = batches, optimizer
         self.device = next(model.parameters()).device
         self.passes = partial(sam, rho=config.sam) if config.sam else three_passes
-        self.schedule = Schedule(config, len(batches), len(batches.split), penalty)
-        self.drawn = torch.empty((4, len(batches.split)), dtype=torch.int64, device=self.device)
+        self.schedule = Schedule(config, len(batches), batches.samples, penalty)
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.curve = torch.zeros((len(batches), 2), dtype=torch.float64, device=self.device)
 
     def begin(self, epoch: int, start: int) -> None:
-        """The epoch's order, crops and flips; its first `start` steps are done already."""
-        self.drawn.copy_(self.batches.draw(epoch))
+        """A new epoch, whose first `start` steps are done already."""
+        self._left = self.batches.epoch(epoch, start)
 
     def __call__(self, position: int) -> None:
-        first = position % len(self.batches) * self.batches.batch_size
-        x, y = self.batches.cut(self.drawn[:, first : first + self.batches.batch_size])
+        x, y = self.batch(position)
         if self.config.update == "batch":
             self.optimizer.zero_grad()
         with in_precision(self.config, self.device):
-            options, third = self.schedule.options(position), self.schedule.third(position)
-            r = self.passes(self.model, self.loss_fn, x, y, options, third=third)
-        add_to_grad(self.model, r, calls=position)
+            r = self.add_gradients(x, y, position)
         if self.config.update == "batch":
             self.update(position)
-        self.sums += summed(r, y)
+        self.sums += self.summed(r, x, y)
         self.loss.copy_(r.loss)
+        self.curve[position % len(self.batches)] = torch.stack([r.loss.double(), r.input_loss.double()])
+
+    def batch(self, position: int) -> tuple[Any, Any]:
+        return next(self._left)
+
+    def add_gradients(self, x: Any, y: Any, position: int) -> Result:
+        options, third = self.schedule.options(position), self.schedule.third(position)
+        r = self.passes(self.model, self.loss_fn, x, y, options, third=third)
+        add_to_grad(self.model, r, calls=position)
+        return r
+
+    def summed(self, r: Result, x: Any, y: Any) -> Tensor:
+        """What a batch adds to the epoch's sums."""
+        value = 0.0 if self.metric is None else self.metric(r.output, y)
+        return batch_sums(samples_in(x), r.loss, r.input_loss, value)
 
     def finish(self, position: int) -> None:
         """The end of an epoch, whose last step was at `position`."""
@@ -68,19 +85,23 @@ class Steps:
 
     def update(self, position: int) -> None:
         set_lr(self.optimizer, self.schedule.lr(position))
+        clip_gradients(self.optimizer, self.config.clip)
         self.optimizer.step()
 
 
-def summed(r: Result, y: Tensor) -> Tensor:
-    """What a batch adds to the epoch's sums."""
-    return batch_sums(r.output, y, r.loss, r.input_loss)
+class CompiledLoaderSteps(Steps):
+    """Steps on batches of a loader, captured and compiled as `ThreePass(compile=True)` does it."""
 
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.compiled = CompiledSteps(self.model, self.loss_fn, required=self.config.compile == "require")
 
-def batch_sums(output: Tensor, y: Tensor, loss: Tensor, input_loss: Tensor) -> Tensor:
-    """SUMS of a batch, from the means over it of the loss and the input loss."""
-    wrong = (output.argmax(-1) != y).sum().double() if output.dim() == 2 else torch.zeros_like(loss, dtype=torch.double)
-    n = len(y)
-    return torch.stack([loss.double() * n, wrong, input_loss.double() * n, torch.full_like(wrong, n)])
+    def add_gradients(self, x: Any, y: Any, position: int) -> Result:
+        def eager() -> Result:
+            return super(CompiledLoaderSteps, self).add_gradients(x, y, position)
+
+        options, third = self.schedule.options(position), self.schedule.third(position)
+        return self.compiled(x, y, three_pass_call(self.model, self.loss_fn, options, third), eager, position)
 
 
 def in_precision(config: Config, device: torch.device) -> torch.autocast:

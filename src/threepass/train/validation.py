@@ -1,20 +1,25 @@
-"""Loss, error and input loss on the validation set, in eval mode."""
+"""Loss, metric and input loss on the validation set, in eval mode."""
 
 import contextlib
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._torch_compat import tree_map
 from ..compile.signature import Signature
 from ..compile.step import capturable
-from ..core.penalty import evaluate
+from ..core.engine import run as three_passes
+from ..core.options import Options
+from ..core.penalty import Penalty, evaluate
 from ..tape.state import unchanged_on_error
-from .data import Batches
+from .config import Config
+from .data import Batches, LoaderBatches
+from .metrics import LossFn, Metric, batch_sums, samples_in
 from .recorder import Recorder, Recording
-from .schedule import Schedule
-from .steps import SUMS, LossFn, batch_sums, in_precision
+from .steps import SUMS, in_precision
 
 AT_ONCE = 2**22  # numbers in the input of one batch, or as many samples as a training batch has
 
@@ -26,42 +31,81 @@ def size_of_batches(samples: int, numbers: int, batch_size: int) -> int:
 
 
 class Validation:
-    """Measures the model as it stands; the numbers are read once, at the end. With a recorder, by replays."""
+    """Measures the model as it stands; the numbers are read once, at the end."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFn, batches: Batches, schedule: Schedule, recorder: Recorder | None = None
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        metric: Metric | None,
+        batches: Batches | LoaderBatches,
+        config: Config,
+        penalty: Penalty | None = None,
     ):
-        self.model, self.loss_fn, self.batches, self.recorder = model, loss_fn, batches, recorder
-        self.config, self.penalty = schedule.config, schedule.penalty
+        self.model, self.loss_fn, self.metric, self.batches, self.config = model, loss_fn, metric, batches, config
+        self.penalty = config.penalty if penalty is None else penalty
         self.device = next(model.parameters()).device
-        self.drawn = batches.draw(0).to(self.device)
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
-        self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
 
     def __call__(self) -> dict[str, float]:
+        """The means over the set of SUMS, but for the number of samples."""
         self.model.eval()
         self.sums.zero_()
-        self.place.zero_()
-        for number in range(len(self.batches)):
-            self._measure(number)
+        self.measure()
         self.model.train()
-        loss, wrong, input_loss, n = self.sums.tolist()
-        return {"loss": loss / n, "error": wrong / n, "input_loss": input_loss / n}
+        *totals, n = self.sums.tolist()
+        return {name: total / n for name, total in zip(SUMS, totals, strict=False)}
 
-    def _measure(self, number: int) -> None:
-        size = self.batches.batch_size
-        first = number * size
-        rows = min(size, len(self.batches.split) - first)
-        part = self.drawn[:, first : first + rows]
-        if (recorder := self.recorder) is None:
-            self.sums += self._batch(part)
-            return
-        recording = recorder.find("validation", rows, lambda: self._record(recorder, rows))
-        if recording is not None:
-            recording()
-            return
-        self.sums += recorder.programs.eagerly(lambda: self._batch(part), self.device)
-        self.place += 1
+    def measure(self) -> None:
+        for x, y in self.batches.epoch(0):
+            self.sums += self.sums_of(x, y)
+
+    def sums_of(self, x: Any, y: Any) -> Tensor:
+        with in_precision(self.config, self.device):
+            if isinstance(x, Tensor) and x.is_floating_point() and self.config.input_at is None:
+                output, loss, input_loss = self._by_autograd(x, y)
+            else:
+                options = Options(alpha=1.0, input_at=self.config.input_at, penalty=self.penalty)
+                r = three_passes(self.model, self.loss_fn, x, y, options, third=False, warn=False)
+                output, loss, input_loss = r.output, r.loss, r.input_loss
+            value = 0.0 if self.metric is None else self.metric(output, y)
+        return batch_sums(samples_in(x), loss, input_loss, value).detach()
+
+    def _by_autograd(self, x: Tensor, y: Any) -> tuple[Any, Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            output = self.model(x)
+            loss = self.loss_fn(output, y)
+        (dx,) = torch.autograd.grad(loss, x)
+        output = tree_map(lambda z: z.detach() if isinstance(z, Tensor) else z, output)
+        input_loss, _ = evaluate(self.penalty, [dx.double() * len(x)], len(x), lambda g: g[0])
+        return output, loss.detach(), input_loss
+
+
+class CapturedValidation(Validation):
+    """`Validation` of a data set in memory by replays, and eagerly where it cannot be recorded."""
+
+    batches: Batches
+
+    def __init__(self, *args: Any, recorder: Recorder):
+        super().__init__(*args)
+        self.recorder = recorder
+        self.drawn = self.batches.draw(0).to(self.device)
+        self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
+
+    def measure(self) -> None:
+        self.place.zero_()
+        for part in self.drawn.split(self.batches.batch_size, dim=1):
+            rows, recorder = part.shape[1], self.recorder
+            recording = recorder.find("validation", rows, partial(self._record, recorder, rows))
+            if recording is not None:
+                recording()
+                continue
+            self.sums += recorder.programs.eagerly(partial(self._sums_at, part), self.device)
+            self.place += 1
+
+    def _sums_at(self, drawn: Tensor) -> Tensor:
+        return self.sums_of(*self.batches.cut(drawn))
 
     def _record(self, recorder: Recorder, rows: int) -> Recording:
         # The last, smaller batch comes once an epoch: compiling it would take longer than it saves.
@@ -72,21 +116,9 @@ class Validation:
     def _program(self, signature: Signature, rows: int, place: Tensor) -> list[Tensor]:
         at = place * self.batches.batch_size + torch.arange(rows, device=self.device)
         with capturable(self.model, signature):
-            self.sums += self._batch(self.drawn[:, at])
+            self.sums += self._sums_at(self.drawn[:, at])
         place += 1
         return []
-
-    def _batch(self, drawn: Tensor) -> Tensor:
-        x, y = self.batches.cut(drawn)
-        x = x.detach().requires_grad_(x.is_floating_point() and self.config.input_at is None)
-        with torch.enable_grad(), in_precision(self.config, self.device):
-            out = self.model(x)
-            loss = self.loss_fn(out, y)
-        input_loss = torch.zeros_like(loss, dtype=torch.double)
-        if x.requires_grad:
-            (dx,) = torch.autograd.grad(loss, x)
-            input_loss, _ = evaluate(self.penalty, [dx.double() * len(x)], len(x), lambda g: g[0])
-        return batch_sums(out.detach(), y, loss.detach(), input_loss).detach()
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:

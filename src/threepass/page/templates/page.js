@@ -1,14 +1,23 @@
 "use strict";
-const all = (selector, root = document) => [...root.querySelectorAll(selector)];
-
 for (const button of all(".legend button")) {
   button.addEventListener("click", () => {
     const on = button.getAttribute("aria-pressed") !== "true";
     button.setAttribute("aria-pressed", String(on));
+    const series = Number(button.dataset.toggles);
     if (button.dataset.what) document.body.classList.toggle("no-" + button.dataset.what, !on);
-    else for (const part of all(`.plot [data-series="${button.dataset.toggles}"]`)) part.classList.toggle("off", !on);
+    else if (on) hidden.delete(series);
+    else hidden.add(series);
+    for (const part of all(`.plot .key [data-series="${series}"]`)) part.classList.toggle("off", !on);
+    redraw();
   });
 }
+
+// A table that is wider than the page says so.
+function markScrolling() {
+  for (const box of all(".scroll")) box.classList.toggle("scrolls", box.scrollWidth > box.clientWidth + 1);
+}
+markScrolling();
+addEventListener("resize", markScrolling);
 
 // A figure as a file: what is in view on the page, in light colours, with its key.
 function whole(figure) {
@@ -30,7 +39,7 @@ function keep(url, name) {
   link.click();
 }
 
-for (const button of all(".save button")) {
+for (const button of all("[data-as]")) {
   button.addEventListener("click", async () => {
     const figure = button.closest("figure"), { text, width, height } = whole(figure);
     const url = "data:image/svg+xml;charset=utf-8," + encodeURIComponent(text);

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...train import recipes
 from ...train.config import Config
 from ...train.runs import Run
 
@@ -98,15 +99,17 @@ class Job:
 
 
 def command_line(run: Run, name: str) -> str:
-    """The command that repeats a run alone: `threepass train` with every setting that is not the default."""
+    """The command that repeats a run alone: `threepass train` with every setting that is not its default."""
     words = ["threepass", "train", "--data", run.data, "--model", run.model]
     if run.model_options:
         words += ["--model-options", json.dumps(run.model_options)]
     if run.init is not None:
         words += ["--init", run.init]
+    recipe = recipes.train_defaults(run.model, run.data, ())
+    fixed = {*recipe, "alpha"} if recipe and run.config.strength is None else {*recipe}
     for f in dataclasses.fields(Config):
         value, flag = getattr(run.config, f.name), "--" + f.name.replace("_", "-")
-        if value == f.default:
+        if value is None or (value == f.default and f.name not in fixed):
             continue
         if isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-", 1))

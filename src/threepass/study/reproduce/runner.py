@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...errors import NormalizationWarning
+from ...errors import DivergedError, NormalizationWarning
 from ...train.data import DataSet, Split
 from ...train.loop import fit
 from ...train.runs import Run
@@ -139,14 +139,12 @@ def train_one(job: Job, run: Run, results: Path, clock: Clock) -> Record:
 
     def after_step(epoch: int, done: int) -> None:
         clock.check()
-        if done == 1 and epoch > 0 and read(folder).diverged:
-            raise _DivergedError
         if done == batches and (epoch + 1) % quarter == 0:
             for name in ALONG.keys() & set(job.measures):
                 write_json(folder / f"{name}-{epoch + 1}.json", ALONG[name](run, data, model))
 
     if not (resume and read(folder).diverged):
-        with contextlib.suppress(_DivergedError), warnings.catch_warnings():
+        with contextlib.suppress(DivergedError), warnings.catch_warnings():
             warnings.simplefilter("ignore", NormalizationWarning)  # what paper mode does there is what is studied
             fit(model, data, run.config, folder=folder, resume=resume, after_step=after_step)
     found = read(folder)
@@ -157,10 +155,6 @@ def train_one(job: Job, run: Run, results: Path, clock: Clock) -> Record:
         for file in folder.glob(f"{name}-*.json"):
             measured[name][file.stem.removeprefix(f"{name}-")] = json.loads(file.read_text())
     return make_record(job, run, found.history, measured)
-
-
-class _DivergedError(Exception):
-    pass
 
 
 @cache

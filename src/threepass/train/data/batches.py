@@ -49,6 +49,10 @@ class Batches:
         """Batches in an epoch."""
         return len(self.split) // self.batch_size if self.drop_last else -(-len(self.split) // self.batch_size)
 
+    @property
+    def samples(self) -> int:
+        return len(self.split)
+
     def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of an epoch from batch `start` on."""
         if not 0 <= start <= len(self):

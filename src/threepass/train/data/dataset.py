@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ...errors import warn_caller
 from .formats import DataError
 
 Device = torch.device | str
@@ -16,10 +17,10 @@ Device = torch.device | str
 
 @dataclass(frozen=True)
 class Split:
-    """Examples and their labels.
+    """Examples and their labels or targets.
 
-    x is N x C x H x W or N x F, uint8 (pixels, 255 stands for 1), float32 or float64; y is N, int64; both are
-    on one device.
+    x is N x C x H x W or N x F, uint8 (pixels, 255 stands for 1), float32 or float64; y is N, int64, or for regression
+    N or N x D, floating point; both are on one device.
     """
 
     x: Tensor
@@ -36,7 +37,8 @@ class Split:
 class DataSet:
     """Training and validation split; mean and std of every channel of the training split, in units of pixels 0 to 1.
 
-    `classes` names the classes in the order of their labels; without names, they are called "0", "1" and so on.
+    `classes` names the classes in the order of their labels; without names, they are called "0", "1" and so on. For
+    regression it is empty.
     """
 
     train: Split
@@ -48,7 +50,7 @@ class DataSet:
 
 
 def from_dataset(train: Dataset, val: Dataset, name: str = "dataset", device: Device = "cpu") -> DataSet:
-    """A DataSet from two torch Datasets of pairs (x, label).
+    """A DataSet from two torch Datasets of pairs (x, label), or (x, target) with floating-point targets for regression.
 
     x is a tensor or array, C x H x W, H x W or F, or a PIL image. Every example is read once, so transforms should not
     be random: augment with `Batches`.
@@ -66,29 +68,68 @@ def assemble(
     if train.x.shape[1:] != val.x.shape[1:] or train.x.dtype != val.x.dtype:
         shapes = " and ".join(f"{split.x.dtype} {tuple(split.x.shape)}" for split in (train, val))
         raise DataError(f"{name}: training and validation examples differ in kind: {shapes}")
-    low, high = (int(end) for end in torch.cat([train.y, val.y]).aminmax())
-    classes = classes or tuple(map(str, range(high + 1)))
-    if low < 0 or high >= len(classes):
-        raise DataError(f"{name}: labels run from {low} to {high}, not within 0 to {len(classes) - 1}")
+    for what, split in (("training", train), ("validation", val)):
+        if not bool(split.x.isfinite().all()):
+            bad = int((~split.x.flatten(1).isfinite().all(1)).sum())
+            raise DataError(f"{name}: {bad} of {len(split)} {what} examples hold NaN or infinity")
+    if train.y.dtype != val.y.dtype or train.y.shape[1:] != val.y.shape[1:]:
+        raise DataError(f"{name}: training targets are {_kind(train.y)} and validation targets {_kind(val.y)}")
+    if train.y.is_floating_point():
+        if not bool(torch.cat([train.y, val.y]).isfinite().all()):
+            raise DataError(f"{name}: targets hold NaN or infinity")
+        classes = ()
+    else:
+        classes = _classes(train.y, val.y, name, classes)
     mean, std = zip(*(_measure(train.x[:, c]) for c in range(train.x.shape[1])), strict=True)
-    if not np.isfinite(mean).all():
-        raise DataError(f"{name}: the training examples hold NaN or infinity")
     return DataSet(train.to(device), val.to(device), mean, std, classes, name)
+
+
+def _classes(train: Tensor, val: Tensor, name: str, classes: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The names of the classes, by default "0" to the largest label; labels that cannot be meant so are refused."""
+    known = train.unique()
+    found = torch.cat([known, val]).unique()
+    low, high = int(found[0]), int(found[-1])
+    count = high + 1 if classes is None else len(classes)
+    if low < 0 or high >= count:
+        raise DataError(f"{name}: labels run from {low} to {high}, not within 0 to {count - 1}")
+    if count > max(1000, 2 * len(found)):
+        raise DataError(
+            f"{name}: labels run to {high}, but only {len(found)} different ones occur: number the classes from 0 on, "
+            "as numpy.unique(y, return_inverse=True) does"
+        )
+    unseen = found[~torch.isin(found, known)].tolist()
+    if unseen:
+        text = f"{name}: no training example is of class {', '.join(map(str, unseen[:10]))}, which validation has"
+        warn_caller(text, UserWarning)
+    return classes or tuple(map(str, range(count)))
 
 
 def make_split(x: Any, y: Any, what: str) -> Split:
     """A Split from arrays or tensors: N x H x W gets a channel axis; x other than uint8 becomes float32."""
-    x, y = torch.as_tensor(x), torch.as_tensor(y)
-    if len(x) == 0 or y.shape != x.shape[:1] or x.dim() not in (2, 3, 4):
+    try:
+        x, y = torch.as_tensor(x), torch.as_tensor(y)
+    except TypeError as error:
+        raise DataError(f"{what}: x and y must be numbers, got arrays of {x.dtype} and {y.dtype}") from error
+    dims = (1, 2) if y.is_floating_point() else (1,)
+    if x.dim() == 0 or len(x) == 0 or y.shape[:1] != x.shape[:1] or y.dim() not in dims or x.dim() not in (2, 3, 4):
         raise DataError(
-            f"{what}: x must be N x C x H x W, N x H x W or N x F and y N, with N > 0; "
+            f"{what}: x must be N x C x H x W, N x H x W or N x F and y N, for regression N or N x D, with N > 0; "
             f"got {tuple(x.shape)} and {tuple(y.shape)}"
         )
-    if y.is_floating_point() or y.is_complex():
-        raise DataError(f"{what}: y must be whole numbers, class 0 to K - 1; got {y.dtype}")
+    if x.is_complex() or y.is_complex():
+        raise DataError(f"{what}: x and y must be real numbers")
+    if y.is_floating_point() and y.dim() == 1 and bool((y == y.round()).all()):
+        raise DataError(
+            f"{what}: y is {_kind(y)} with whole numbers only: convert it to integers if these are classes, "
+            "or for regression give it the shape N x 1"
+        )
     if x.dtype != torch.uint8:
         x = x.float()
-    return Split(x[:, None] if x.dim() == 3 else x, y.long())
+    return Split(x[:, None] if x.dim() == 3 else x, y.float() if y.is_floating_point() else y.long())
+
+
+def _kind(y: Tensor) -> str:
+    return f"{str(y.dtype).removeprefix('torch.')} {tuple(y.shape)}"
 
 
 def _read(what: str, dataset: Dataset) -> Split:
@@ -101,10 +142,10 @@ def _read(what: str, dataset: Dataset) -> Split:
                 f"{what}: example {len(examples)} is {tuple(x.shape)}, the first is {tuple(examples[0].shape)}"
             )
         examples.append(x)
-        labels.append(int(label))
+        labels.append(torch.as_tensor(label))
     if not examples:
         raise DataError(f"{what}: the dataset is empty")
-    return make_split(torch.stack(examples), torch.tensor(labels), what)
+    return make_split(torch.stack(examples), torch.stack(labels), what)
 
 
 def _items(dataset: Any) -> Iterator[tuple[Any, Any]]:

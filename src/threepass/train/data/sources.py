@@ -1,7 +1,12 @@
-"""`load`: a data set by name, or from a folder of arrays."""
+"""`load`: a data set by name, or from arrays in files."""
 
+import contextlib
 import os
+import zipfile
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,16 +18,17 @@ from .download import download as fetch
 from .formats import DataError
 
 NAMES = ("digits", *published.SETS)
+KEYS = ("x_train", "y_train", "x_val", "y_val")
 
 
 def load(name: str | Path, root: str | Path | None = None, download: bool = False, device: Device = "cpu") -> DataSet:
-    """One of NAMES, or the arrays in a folder, as a DataSet on the device.
+    """One of NAMES, or the arrays in a .npz file or a folder, as a DataSet on the device.
 
     The files of mnist, fashion-mnist, cifar10 and cifar100 are looked for below `root`, then $THREEPASS_DATA, then
     ~/.cache/threepass, as their authors publish them and as torchvision keeps them; with `download`, missing ones are
     put into the first of these that is named. Their test sets are the validation split. digits comes with scikit-learn.
 
-    A folder holds x_train.npy, y_train.npy, x_val.npy and y_val.npy, or data.npz with these four keys: x is
+    A .npz file has the keys x_train, y_train, x_val and y_val; a folder holds these as .npy files, or data.npz: x is
     N x C x H x W, N x H x W or N x F, uint8 pixels or numbers; y is N whole numbers from 0 on.
 
     >>> data = load("digits")
@@ -33,10 +39,14 @@ def load(name: str | Path, root: str | Path | None = None, download: bool = Fals
         return _digits(device)
     if str(name) in published.SETS:
         return _published(str(name), root, download, device)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return _folder(folder, device)
-    raise FileNotFoundError(f"{str(name)!r} is neither a folder nor one of the sets {', '.join(NAMES)}")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _from_arrays(_folder(path), path.name, device)
+    if path.suffix == ".npz" and path.is_file():
+        return _from_arrays(_read_npz(path), path.stem, device)
+    raise FileNotFoundError(
+        f"{str(name)!r} is neither a folder, nor a .npz file, nor one of the sets {', '.join(NAMES)}"
+    )
 
 
 def _published(name: str, root: str | Path | None, download: bool, device: Device) -> DataSet:
@@ -69,19 +79,50 @@ def _digits(device: Device) -> DataSet:
     return assemble(Split(x[train], y[train]), Split(x[val], y[val]), "digits", names.DIGITS, device)
 
 
-def _folder(folder: Path, device: Device) -> DataSet:
-    keys = ("x_train", "y_train", "x_val", "y_val")
-    together = folder / "data.npz"
-    missing = [f"{key}.npy" for key in keys if not (folder / f"{key}.npy").exists()]
-    if together.exists():
-        with np.load(together, allow_pickle=False) as arrays:
-            missing = [key for key in keys if key not in arrays]
-            if missing:
-                raise DataError(f"{together} lacks {', '.join(missing)}")
-            x_train, y_train, x_val, y_val = (arrays[key] for key in keys)
-    elif missing:
+def _from_arrays(arrays: dict[str, np.ndarray], name: str, device: Device) -> DataSet:
+    train, val = (make_split(arrays[f"x_{part}"], arrays[f"y_{part}"], part) for part in ("train", "val"))
+    return assemble(train, val, name, device=device)
+
+
+def _folder(folder: Path) -> dict[str, np.ndarray]:
+    if (folder / "data.npz").exists():
+        return _read_npz(folder / "data.npz")
+    missing = [f"{key}.npy" for key in KEYS if not (folder / f"{key}.npy").exists()]
+    if missing:
         raise FileNotFoundError(f"{folder} has no data.npz and lacks {', '.join(missing)}")
-    else:
-        x_train, y_train, x_val, y_val = (np.load(folder / f"{key}.npy", allow_pickle=False) for key in keys)
-    train, val = make_split(x_train, y_train, "train"), make_split(x_val, y_val, "val")
-    return assemble(train, val, folder.name, device=device)
+    arrays = {}
+    for key in KEYS:
+        with _opened(folder / f"{key}.npy") as arrays[key]:
+            pass
+    return arrays
+
+
+def _read_npz(file: Path) -> dict[str, np.ndarray]:
+    with _opened(file) as archive:
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise DataError(f"{file} holds one array and no names: write it with numpy.savez(file, x_train=..., ...)")
+        missing = [key for key in KEYS if key not in archive]
+        if missing:
+            raise DataError(f"{file} lacks {', '.join(missing)}")
+        return {key: _part(archive, key, file) for key in KEYS}
+
+
+def _part(archive: Any, key: str, file: Path) -> np.ndarray:
+    try:
+        return archive[key]
+    except DAMAGED as error:
+        raise DataError(f"{file}: {key} is damaged, or is no array of numbers ({error})") from error
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """What NumPy finds in a file; an archive's arrays are read when they are asked for."""
+    with open(file, "rb") as content:
+        try:
+            found = np.load(content, allow_pickle=False)
+        except DAMAGED as error:
+            raise DataError(f"{file} is damaged, or holds no array of numbers ({error})") from error
+        yield found
+
+
+DAMAGED = (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error)

@@ -1,0 +1,100 @@
+"""Warnings about training loops whose numbers are not what their authors expect."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._torch_compat import tree_leaves, tree_map
+from ..errors import AccumulationWarning, LossReductionWarning, MaskWarning, warn_caller
+from ..tape.state import random_state, set_random_state
+from .warn import warn_once
+
+FAR = -1e4  # what additive masks put where nothing is to be seen
+
+
+class AccumulationWatch:
+    """Notices updates by the gradients of several calls. Looks at one parameter's version counters, not at values."""
+
+    def __init__(self) -> None:
+        self.calls = 0  # whose gradients lie in p.grad
+        self._after: tuple[int, int, int] | None = None
+        self._has_warned = False
+
+    def before_call(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Warns once, when weights have changed since calls that accumulated."""
+        now, before = self._versions(parameters), self._after
+        accumulated = self.calls
+        self.calls = self.calls + 1 if now is not None and now == before else 1
+        updated = before is not None and (now is None or now[0] != before[0])
+        if updated and accumulated > 1 and not self._has_warned:
+            self._has_warned = True
+            warn_caller(
+                f"the gradients of {accumulated} calls were accumulated for one update without batch_size, so that "
+                "each call counted as a whole batch: the update is their sum, and with alpha the third term has the "
+                f"weight of a small batch. Pass batch_size=, the number of samples in all {accumulated} calls",
+                AccumulationWarning,
+            )
+
+    def after_call(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._after = self._versions(parameters)
+
+    @staticmethod
+    def _versions(parameters: Iterable[nn.Parameter]) -> tuple[int, int, int] | None:
+        p = next((p for p in parameters if p.requires_grad), None)
+        if p is None:
+            return None
+        return (p._version, -1, -1) if p.grad is None else (p._version, p.grad.data_ptr(), p.grad._version)
+
+
+def warn_of_sum(
+    model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], x: Any, y: Any, output: Any, loss: Tensor
+) -> None:
+    """Warns if the loss is a sum over the batch: it then doubles when every sample comes twice, and a mean does not."""
+    if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.buffers()):
+        return  # another call might move them
+    samples = next(len(z) for z in tree_leaves(x) if isinstance(z, Tensor))
+
+    def twice(z: Any) -> Any:
+        return torch.cat([z, z]) if isinstance(z, Tensor) and z.dim() and len(z) == samples else z
+
+    device = loss.device.type
+    rng = random_state(device)
+    try:
+        with torch.no_grad():
+            doubled = float(loss_fn(tree_map(twice, output), tree_map(twice, y)))
+    except Exception:  # losses of fixed batches, or of outputs that are not tensors
+        return
+    finally:
+        set_random_state(rng, device)
+    one = float(loss)
+    if samples > 1 and one and abs(doubled / one - 2) < 1e-3:
+        warn_once(
+            model,
+            f"loss_fn is a sum over the batch and not a mean, so that the third term is {samples}^2 times as strong "
+            'for this batch: use reduction="mean", or divide by the number of samples',
+            LossReductionWarning,
+        )
+
+
+def warn_of_masks(model: nn.Module, x: Any) -> None:
+    """Warns if a floating-point mask beside tokens is taken for the input."""
+    named = x.items() if isinstance(x, Mapping) else enumerate(x) if isinstance(x, tuple) else ()
+    tensors = {name: z for name, z in named if isinstance(z, Tensor)}
+    tokens = any(not z.is_floating_point() for z in tensors.values())
+    if not tokens or not any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for m in model.modules()):
+        return
+    masks = [name for name, z in tensors.items() if z.is_floating_point() and _is_mask(name, z)]
+    if masks:
+        warn_once(
+            model,
+            f"x[{masks[0]!r}] is a floating-point mask, and floating-point entries of x count as the input, so that "
+            "the third pass is about the mask. Convert it to bool or integers, or name the input: an entry of x, as in "
+            'wrt="features", or the module whose output it is, as in input_at="embeddings"',
+            MaskWarning,
+        )
+
+
+def _is_mask(name: Any, z: Tensor) -> bool:
+    return "mask" in str(name) or bool(((z == 0) | (z == 1) | (z <= FAR)).all())

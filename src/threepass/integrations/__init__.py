@@ -1,0 +1,5 @@
+"""Adapters for training loops of other libraries, which are imported only when an adapter is.
+
+hugging_face   ThreePassTrainer, a transformers.Trainer
+lightning      ThreePassCallback, for an existing LightningModule
+"""

@@ -1,0 +1,50 @@
+"""What a report says of a run in one number."""
+
+import math
+from functools import partial
+from typing import Literal, NamedTuple
+
+from .gather import Group, Measure, Run, Study
+
+ATTACKS = {"noise": "Gaussian noise", "fgsm": "FGSM", "pgd": "PGD"}
+
+
+class Column(NamedTuple):
+    """A measure as a column of tables; `better`: which values are, where that can be said."""
+
+    of: Measure
+    better: Literal["low", "high"] | None
+
+
+def columns(study: Study) -> dict[str, Column]:
+    found = {
+        "best error, %": Column(best_error, "low"),
+        "final error, %": Column(final_error, "low"),
+        "final loss": Column(partial(Run.last, key="val_loss"), "low"),
+        "final input loss": Column(partial(Run.last, key="val_input_loss"), "low"),
+        "final training loss": Column(partial(Run.last, key="train_loss"), None),
+    }
+    for kind, name in ATTACKS.items():
+        at = next((at for group in study.groups if (at := middle(group, kind)) is not None), None)
+        if at is not None:
+            of = partial(Run.accuracy, kind=kind, at=at)
+            found[f"right at {name.removeprefix('Gaussian ')} {at:g}, %"] = Column(of, "high")
+    return found
+
+
+def middle(group: Group, kind: str) -> float | None:
+    """The middle of the sizes: a choice that does not look at the results."""
+    sizes = [run.robustness[kind]["at"] for run in group.complete if run.robustness]
+    return sorted(sizes[0])[len(sizes[0]) // 2] if sizes else None
+
+
+def best_error(run: Run) -> float:
+    return 100 * min(m["val_error"] for m in run.history)
+
+
+def final_error(run: Run) -> float:
+    return 100 * run.last("val_error")
+
+
+def log_input_loss(run: Run) -> float | None:
+    return math.log(run.last("val_input_loss")) if run.last("val_input_loss") > 0 else None

@@ -1,0 +1,63 @@
+"""What is checked before a run begins: that the model, the loss, the data and the settings fit each other."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._torch_compat import tree_leaves
+from ..errors import reason_of
+from ..tape.state import unchanged_on_error
+from .config import Config
+from .feed import Feed
+from .metrics import IGNORED
+
+WRONG = (RuntimeError, ValueError, IndexError, TypeError)  # what modules raise for inputs that they do not take
+
+
+def first_output(model: nn.Module, feed: Feed, config: Config) -> Any:
+    """The model's output for a batch, in eval mode, which changes nothing; what does not fit is an error in words."""
+    if config.input_at is not None and config.input_at not in dict(model.named_modules()):
+        names = ", ".join([name for name, _ in model.named_modules() if name][:20])
+        raise ValueError(f"input_at={config.input_at!r} names no module of the model; it has: {names}")
+    x, home = feed.first[0], next(model.parameters()).device
+    away = [z.device for z in tree_leaves(x) if isinstance(z, Tensor) and z.device != home]
+    if away:
+        raise ValueError(f"the model is on {home} and the data on {away[0]}: move one of them")
+    before = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), unchanged_on_error(model, always=True):
+            return model(*x) if isinstance(x, tuple) else model(**x) if isinstance(x, Mapping) else model(x)
+    except WRONG as error:
+        shapes = ", ".join(str(tuple(z.shape)) for z in tree_leaves(x) if isinstance(z, Tensor))
+        text = f"the model does not take the examples of {feed.name}, batches of shape {shapes}: {reason_of(error)}"
+        raise ValueError(text) from error
+    finally:
+        model.train(before)
+
+
+def check_outputs(output: Any, feed: Feed) -> None:
+    """That the default losses can compare the output with the targets."""
+    y = feed.first[1]
+    if not isinstance(output, Tensor) or not isinstance(y, Tensor):
+        kinds = f"{type(output).__name__} and {type(y).__name__}"
+        raise ValueError(f"the default losses compare tensors, got {kinds}: give a loss_fn of your own")
+    if y.is_floating_point():
+        if output.numel() != y.numel():
+            raise ValueError(
+                f"the model gives {tuple(output.shape)} for targets {tuple(y.shape)}: regression needs one output for "
+                "each target, and classes need integer labels"
+            )
+        return
+    if output.dim() < 2 or y.shape not in (output.shape[:-1], output.shape[:1] + output.shape[2:]):
+        raise ValueError(
+            f"cross-entropy needs outputs samples x classes, or samples x tokens x classes; got {tuple(output.shape)} "
+            f"for labels {tuple(y.shape)}: give a loss_fn of your own"
+        )
+    outputs = output.shape[-1] if y.shape == output.shape[:-1] else output.shape[1]
+    labels = y[y != IGNORED]
+    classes = feed.classes or (int(labels.max()) + 1 if labels.numel() else 0)
+    if outputs < classes:
+        raise ValueError(f"the model has {outputs} outputs, and {feed.name} has {classes} classes")

@@ -1,0 +1,62 @@
+"""Where a run's batches come from: a data set in memory, or two torch DataLoaders."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from .config import Config
+from .data import Batches, DataSet, LoaderBatches
+from .validation import size_of_batches
+
+Data = DataSet | tuple[DataLoader, DataLoader]
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Batches for training and validation; `first` is a validation batch, for measurements along the run.
+
+    classes: how many there are; 0 for regression, None where it is not known.
+    """
+
+    train: Batches | LoaderBatches
+    val: Batches | LoaderBatches
+    first: tuple[Any, Any]
+    name: str
+    classes: int | None
+
+
+def feed(data: Data, config: Config, device: torch.device) -> Feed:
+    """The batches of a data set, or of a pair of loaders, which do their own shuffling and augmentation."""
+    if isinstance(data, DataSet):
+        return _from_memory(data, config)
+    if isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(one, DataLoader) for one in data):
+        return _from_loaders(data[0], data[1], config, device)
+    raise TypeError(
+        "data must be a threepass.train.data.DataSet, as load and from_dataset give it, or a pair of torch "
+        f"DataLoaders, (train_loader, val_loader); got {type(data).__name__}"
+    )
+
+
+def _from_memory(data: DataSet, config: Config) -> Feed:
+    common: dict[str, Any] = {
+        "normalise": (data.mean, data.std), "channels_last": config.channels_last, "seed": config.seed,
+    }  # fmt: skip
+    train = Batches(data.train, config.batch_size, augment=config.augment, shuffle=True, **common)
+    size = size_of_batches(len(data.val), data.val.x[0].numel(), config.batch_size)
+    val = Batches(data.val, size, shuffle=False, **common)
+    first = val.cut(val.draw(0)[:, : config.batch_size].to(data.val.x.device))
+    return Feed(train, val, first, data.name, len(data.classes))
+
+
+def _from_loaders(train: DataLoader, val: DataLoader, config: Config, device: torch.device) -> Feed:
+    if config.augment:
+        raise ValueError("augment is for data in memory: a loader's dataset does its own transforms")
+    if config.update == "epoch":
+        raise ValueError('update="epoch" is for data in memory: from_dataset(train, val) reads datasets into it')
+    if config.batch_size not in (Config.batch_size, train.batch_size):
+        raise ValueError(f"batch_size is {config.batch_size}, and the training loader's is {train.batch_size}")
+    training = LoaderBatches(train, "training", device, config.seed)
+    validation = LoaderBatches(val, "validation", device, config.seed)
+    return Feed(training, validation, next(validation.epoch(0)), "the loader", None)

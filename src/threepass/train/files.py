@@ -1,0 +1,33 @@
+"""JSON files of a run, read with errors that name the file and what is wrong in it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+WORDS = {
+    dict: "an object", list: "a list", int: "a whole number", float: "a number", str: "text", type(None): "null",
+}  # fmt: skip
+Kinds = tuple[type, ...]
+
+
+def read_object(path: Path, expected: Mapping[str, Kinds]) -> dict[str, Any]:
+    """The object in a JSON file, which has at least the expected keys, each of one of its types."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # also what is no UTF-8
+        raise ValueError(f"{path} is damaged: it is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected an object, got {content!r:.40}")
+    for key, kinds in expected.items():
+        if key not in content:
+            raise ValueError(f"{path} lacks the key {key!r}")
+        check_kind(path, key, content[key], kinds)
+    return content
+
+
+def check_kind(path: Path, key: str, value: Any, kinds: Kinds) -> None:
+    kinds = (*kinds, int) if float in kinds else kinds
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        words = " or ".join(WORDS[kind] for kind in dict.fromkeys(kinds) if not (kind is int and float in kinds))
+        raise ValueError(f"{path}: {key}: expected {words}, got {value!r:.40}")

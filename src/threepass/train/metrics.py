@@ -1,0 +1,87 @@
+"""What is reported of a batch's output besides the loss, and the default losses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .._torch_compat import tree_leaves
+
+LossFn = Callable[[Any, Any], Tensor]
+Metric = Callable[[Any, Any], Any]
+IGNORED = -100  # as cross_entropy has it
+
+
+def error(output: Tensor, y: Tensor) -> Tensor:
+    """The fraction of wrong predictions. Classes are along dimension 1, or last for tokens, N x T x K; -100 is ignored.
+
+    >>> error(torch.tensor([[0.2, 0.8], [0.6, 0.4], [0.1, 0.9]]), torch.tensor([1, 1, -100])).item()
+    0.5
+    """
+    said = output.argmax(-1 if output.shape[:-1] == y.shape else 1)
+    counted = y != IGNORED
+    return ((said != y) & counted).sum().double() / counted.sum().clamp_min(1)
+
+
+def absolute_error(output: Tensor, y: Tensor) -> Tensor:
+    """The mean absolute difference."""
+    return (output.reshape(y.shape) - y).abs().double().mean()
+
+
+def mean_squared_error(output: Tensor, y: Tensor) -> Tensor:
+    """The mean squared difference, of N x 1 outputs and N targets too, which `mse_loss` would broadcast to N x N."""
+    return F.mse_loss(output.reshape(y.shape), y)
+
+
+def cross_entropy(output: Tensor, y: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """`F.cross_entropy`, with the classes last for tokens, N x T x K."""
+    if output.dim() > 2 and output.shape[:-1] == y.shape:
+        output = output.movedim(-1, 1)
+    return F.cross_entropy(output, y, label_smoothing=label_smoothing)
+
+
+def default_metric(output: Any, y: Any) -> Metric | None:
+    """The metric that suits an output and its targets; None: there is none."""
+    if not isinstance(output, Tensor) or not isinstance(y, Tensor):
+        return None
+    if y.is_floating_point():
+        return absolute_error if output.numel() == y.numel() else None
+    classes_last, classes_second = output.shape[:-1], output.shape[:1] + output.shape[2:]
+    return error if output.dim() > 1 and y.shape in (classes_last, classes_second) else None
+
+
+def name_of(metric: Metric) -> str:
+    """Under which it is reported: its function's name.
+
+    >>> name_of(error), name_of(lambda output, y: 0.0)
+    ('error', 'metric')
+    """
+    name = getattr(metric, "__name__", "metric")
+    return name if name.isidentifier() else "metric"
+
+
+def samples_in(x: Any) -> int:
+    """The samples of a batch, along dimension 0 of its first tensor."""
+    return next(len(z) for z in tree_leaves(x) if isinstance(z, Tensor))
+
+
+def batch_sums(n: int, loss: Tensor, input_loss: Tensor, value: Any) -> Tensor:
+    """What a batch of n samples adds to an epoch's SUMS, from means over it; value: of the metric."""
+    value = torch.as_tensor(value, dtype=torch.double, device=loss.device)
+    means = torch.stack([loss.double(), value, input_loss.double(), torch.ones_like(value)])
+    return means * n
+
+
+def in_words(metrics: dict[str, Any]) -> str:
+    """An epoch's validation, as people read it.
+
+    >>> in_words({"val_loss": 0.2, "val_error": 0.0312, "val_input_loss": 0.01, "val_seconds": 2.0})
+    'validation error 3.12%, input loss 0.01'
+    """
+    known = ("val_loss", "val_input_loss", "val_seconds")
+    name = next((name for name in metrics if name.startswith("val_") and name not in known), "val_loss")
+    shown = f"{metrics[name]:.2%}" if name == "val_error" else f"{metrics[name]:.4g}"
+    words = name.removeprefix("val_").replace("_", " ")
+    return f"validation {words} {shown}, input loss {metrics['val_input_loss']:.3g}"

@@ -1,0 +1,199 @@
+"""Adapters for other libraries' training loops: their updates are those of the same loop written out by hand."""
+
+import copy
+
+import pytest
+import torch
+from close import assert_close
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import threepass
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+LR = 0.1
+
+
+def parameters(model: nn.Module) -> dict:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_the_models_own_loss():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2).double()
+
+        def forward(self, x, labels=None):
+            logits = self.layer(x).tanh()
+            return {"logits": logits} | ({} if labels is None else {"loss": F.cross_entropy(logits, labels)})
+
+    torch.manual_seed(0)
+    model, x, labels = Model(), torch.randn(4, 3).double(), torch.randint(2, (4,))
+    ours = threepass.three_pass(model, None, {"x": x, "labels": labels}, mode="exact").grads
+    theirs = threepass.three_pass(
+        model, lambda out, y: F.cross_entropy(out["logits"], y), {"x": x}, labels, mode="exact"
+    )
+    assert_close(ours, theirs.grads, 1e-14)
+    with pytest.raises(ValueError, match=r"has none: pass a loss_fn, or .*labels"):
+        threepass.three_pass(model, None, {"x": x})
+
+
+# Hugging Face
+
+
+class Sentences(Dataset):
+    def __init__(self, count: int = 8):
+        generator = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(2, 11, (count, 5), generator=generator)
+        self.labels = torch.randint(2, (count,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int) -> dict:
+        return {"input_ids": self.ids[i], "attention_mask": torch.ones(5, dtype=torch.long), "labels": self.labels[i]}
+
+
+def bert() -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12}
+    config = transformers.BertConfig(vocab_size=11, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes)
+    return transformers.BertForSequenceClassification(config).double()
+
+
+@pytest.mark.parametrize("options", [{"strength": 0.5, "mode": "exact"}, {"alpha": 0.3}], ids=str)
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_hugging_face_trainer(options, accumulated, tmp_path):
+    import transformers
+
+    from threepass.integrations.hugging_face import ThreePassTrainer
+
+    model = bert()
+    twin, data = copy.deepcopy(model), Sentences()
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=4 // accumulated, gradient_accumulation_steps=accumulated,
+        num_train_epochs=1, learning_rate=LR, lr_scheduler_type="constant", optim="sgd", max_grad_norm=0.0,
+        use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, train_sampling_strategy="sequential",
+    )  # fmt: skip
+    trainer = ThreePassTrainer(model=model, args=args, train_dataset=data, eval_dataset=data, three_pass=options)
+    trainer.train()
+    optimizer = torch.optim.SGD(twin.parameters(), LR)
+    step = threepass.ThreePass(twin, None, **options)
+    for batch in DataLoader(data, 4):
+        optimizer.zero_grad()
+        step(batch)
+        optimizer.step()
+    assert_close(parameters(model), parameters(twin), 1e-10)
+    model.eval()
+    with torch.no_grad():
+        whole = model(**next(iter(DataLoader(data, 8)))).loss
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(float(whole), rel=1e-6)
+
+
+def test_what_the_hugging_face_trainer_refuses(tmp_path):
+    import transformers
+
+    from threepass.integrations.hugging_face import ThreePassTrainer
+
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    with pytest.raises(ValueError, match="the Trainer knows batch_size itself"):
+        ThreePassTrainer(model=bert(), args=args, three_pass={"batch_size": 4})
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path), report_to=[], use_cpu=True, label_smoothing_factor=0.1
+    )
+    with pytest.raises(ValueError, match="pass loss_fn"):
+        ThreePassTrainer(model=bert(), args=args)
+
+
+def test_accelerate():
+    from accelerate import Accelerator
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    twin = copy.deepcopy(model)
+    x, y = torch.randn(8, 5).double(), torch.randint(4, (8,))
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), LR))
+    step = threepass.ThreePass(wrapped, F.cross_entropy, alpha=0.3, batch_size=8)
+    for part in zip(x.split(4), y.split(4), strict=True):
+        with accelerator.accumulate(wrapped):
+            accelerator.backward(step.loss(*part))
+            optimizer.step()
+            optimizer.zero_grad()
+    by_hand = torch.optim.SGD(twin.parameters(), LR)
+    threepass.ThreePass(twin, F.cross_entropy, alpha=0.3)(x, y)
+    by_hand.step()
+    assert_close(parameters(model), parameters(twin), 1e-12)
+
+
+# Lightning
+
+
+def lightning_module(dictionary: bool):
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+            self.logged = []
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            loss = F.cross_entropy(self.net(x), y)
+            self.log("loss", loss)
+            self.logged.append(batch_idx)
+            return {"loss": loss, "other": y} if dictionary else loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), LR)
+
+    return Module()
+
+
+def fit_with_lightning(module, tmp_path, callback, **options) -> None:
+    import lightning
+
+    torch.manual_seed(1)
+    data = TensorDataset(torch.randn(8, 5).double(), torch.randint(4, (8,)))
+    trainer = lightning.Trainer(
+        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path, callbacks=[callback], **options,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(data, 8 // options.get("accumulate_grad_batches", 1)))
+
+
+@pytest.mark.parametrize("dictionary", [False, True])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_lightning_callback(dictionary, accumulated, tmp_path):
+    from threepass.integrations.lightning import ThreePassCallback
+
+    module = lightning_module(dictionary)
+    twin = copy.deepcopy(module.net)
+    callback = ThreePassCallback(alpha=0.3, mode="exact", batch_size=8 if accumulated > 1 else None)
+    fit_with_lightning(module, tmp_path, callback, accumulate_grad_batches=accumulated)
+    assert len(module.logged) == 2 * accumulated
+    assert "training_step" not in vars(module)  # the module is as it was
+    torch.manual_seed(1)
+    x, y = torch.randn(8, 5).double(), torch.randint(4, (8,))
+    optimizer = torch.optim.SGD(twin.parameters(), LR)
+    for _ in range(2):
+        optimizer.zero_grad()
+        threepass.ThreePass(twin, F.cross_entropy, alpha=0.3, mode="exact")(x, y)
+        optimizer.step()
+    assert_close(parameters(module.net), parameters(twin), 1e-12)
+    assert callback.state_dict() == {"calls": 2 * accumulated}
+
+
+def test_lightning_with_manual_optimization_is_refused(tmp_path):
+    from threepass.integrations.lightning import ThreePassCallback
+
+    module = lightning_module(False)
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match="needs automatic optimization"):
+        fit_with_lightning(module, tmp_path, ThreePassCallback(alpha=0.3))
