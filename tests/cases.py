@@ -93,6 +93,17 @@ def _class_token(s, x):
     return s.head(s.layer(x)[:, 0])
 
 
+def _radial(s, x):
+    """Lengths, radial bases, gathers and scatters, as in nets on graphs; rows are 0 to 5."""
+    to, source = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 2], [1, 2, 0, 4, -1, 3, 5, 4]])
+    length = (x[to] - x[source]).norm(dim=1, keepdim=True)
+    filters = F.softplus(s.filters(torch.cat([length.sin(), (-length.square()).exp(), (1 + length**2).sqrt()], 1)))
+    messages = s.embed(x).index_select(0, to) * filters * s.scale
+    h = torch.zeros_like(x[:, :1]).expand(-1, 4).index_add(0, to, messages, alpha=0.5)
+    h = h.scatter_add(0, to[:, None].expand_as(messages), messages.cos())
+    return s.head(h * h.gather(1, torch.tensor([[0, 3, 3, 1]]).expand(6, -1)))
+
+
 def _hyper(s, x):
     w = s.make(x).view(len(x), 4, 5)
     return torch.einsum("noi,ni->no", w, x)
@@ -628,6 +639,12 @@ CASES = [
         ),
         (6, 5),
         random=True,
+    ),
+    Case(
+        "radial",
+        _fn(_radial, filters=nn.Linear(3, 4), embed=nn.Linear(5, 4), head=nn.Linear(4, 4), scale=torch.randn(4)),
+        (6, 5),
+        mixes_samples=True,
     ),
     Case(
         "bce",

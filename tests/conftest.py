@@ -9,6 +9,14 @@ settings.register_profile("explore", deadline=None, suppress_health_check=list(H
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
+@pytest.fixture
+def graph_only(monkeypatch):
+    """Captured steps run their traced graph operation by operation: Inductor takes most of the time of a capture."""
+    monkeypatch.setattr(
+        "threepass.compile.inductor.compiled", lambda program, inputs: lambda values: program.graph(*values)
+    )
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     """The nets here are tiny: threads would only wait for each other."""

@@ -47,8 +47,8 @@ class Watch(TorchFunctionMode):
         return out
 
 
-def third_grads(model, loss_fn, x: Tensor, y, eps: float = 1e-6) -> dict[str, Tensor]:
-    """Pass 3's gradients, reduction="batch", for a model that takes one tensor and draws no random numbers."""
+def third_grads(model, loss_fn, x: Tensor, y, eps: float = 1e-6, start=lambda dx: dx) -> dict[str, Tensor]:
+    """Pass 3's gradients, from t_0 = start(dl/dx), for a model that takes one tensor and draws no random numbers."""
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     buffers = [(b, b.clone()) for b in model.buffers()]
 
@@ -63,12 +63,12 @@ def third_grads(model, loss_fn, x: Tensor, y, eps: float = 1e-6) -> dict[str, Te
         return leaf, loss, w.calls
 
     leaf, loss, calls = watch(x)
-    (dx,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    t_0 = start(torch.autograd.grad(loss, leaf, retain_graph=True)[0])
     total = {n: torch.zeros_like(p) for n, p in params.items()}
-    size = dx.abs().max()
+    size = t_0.abs().max()
     if size == 0:  # a dead net
         return total
-    above, below = watch(x + eps * dx / size)[2], watch(x - eps * dx / size)[2]
+    above, below = watch(x + eps * t_0 / size)[2], watch(x - eps * t_0 / size)[2]
     for call, up, down in zip(calls, above, below, strict=True):
         func, spec, before, a, p, weights, d = call
         t = {i: (up[2][i] - down[2][i]) * (size / (2 * eps)) for i in a}

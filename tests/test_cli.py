@@ -134,7 +134,7 @@ def test_train_writes_a_run_and_resumes_it(own_folder, capsys):
 
 def test_compare_and_report(own_folder, capsys):
     sizes = ["--model-options", '{"sizes": [64, 8, 10]}']
-    methods = ["--alphas", "0.5", "--strengths", "0.1", "--mode", "exact", "--seeds", "1"]
+    methods = ["--alphas", "0.5", "--strengths", "0.1", "--mode", "exact", "--penalty", "l1", "--seeds", "1"]
     assert main(["compare", "--epochs", "1", *methods, *sizes, "--name", "c"]) == 0
     assert "runs/c/report.html" in capsys.readouterr().out
     assert (own_folder / "runs" / "c" / "report.html").stat().st_size > 10_000
@@ -167,6 +167,7 @@ def test_data_says_what_is_there(capsys):
         (["train", "--model", "no_such_module:net"], 1, "importing 'no_such_module' failed"),
         (["train", "--init", "magic"], 1, "magic"),
         (["train", "--alpha", "3"], 2, "alpha must be a number in [0, 1]"),
+        (["train", "--penalty", "l3"], 2, "penalty must be one of l2, l1, norm, got 'l3'"),
         (["train", "--schedule", "sine"], 2, "schedule must be one of constant, step"),
         (["train", "--epoch", "3"], 2, "Did you mean --epochs? (see threepass train --help)"),
         (["train", "mnist"], 2, "threepass train: unexpected argument 'mnist' (see threepass train --help)"),

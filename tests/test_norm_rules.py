@@ -171,7 +171,7 @@ def test_the_error_upstream_of_batch_norm_is_stored_once(mode):
     """The convolution's d is batch norm's; the error downstream of batch norm is not stored."""
     model, x, y = build("2d")
     tape = Record("cpu")
-    _, loss = forward(model, F.cross_entropy, x, y, tape, None)
+    _, loss = forward(model, F.cross_entropy, x, y, tape, Options())
     conv, norm = list(tape.operations)[:2]
     tape.prune(to_loss=mode == "exact")
     _, errors = backward(tape, make_plan(tape, Options(mode=mode), len(x)), loss)
@@ -185,7 +185,7 @@ def test_the_error_upstream_of_batch_norm_is_stored_once(mode):
 def test_without_weights_to_train_no_error_is_kept(affine):
     model, x, y = build("both-frozen" if affine else "no-affine")
     tape = Record("cpu")
-    _, loss = forward(model, F.cross_entropy, x, y, tape, None)
+    _, loss = forward(model, F.cross_entropy, x, y, tape, Options())
     norm = tape.operations[1]
     tape.prune(to_loss=False)
     assert norm not in backward(tape, make_plan(tape, Options(), len(x)), loss)[1]

@@ -26,6 +26,8 @@ TERMS = {
         "alpha, batch": {"alpha": 0.1},
         "alpha, sample": {"alpha": 0.1, "reduction": "sample"},
         "strength": {"strength": 0.5},
+        "l1": {"strength": 0.5, "penalty": "l1"},
+        "norm, batch": {"alpha": 0.1, "penalty": "norm"},
     }.items()
 }
 UNEVEN = [5, 3]
@@ -104,6 +106,19 @@ def by_loss(rank, **options):
     for i, part in enumerate(zip(x.split(2), y.split(2), strict=True)):
         with model.no_sync() if i == 0 else contextlib.nullcontext():
             (step.loss(*part) / 2).backward()
+    return grads_of(model)
+
+
+def of_gradients(output, g, y):
+    return g.square().sum(1).mean() + F.cross_entropy(output, y)
+
+
+def gradient_steps(rank):
+    """A loss on the input gradient, under DistributedDataParallel."""
+    x, y = (z.chunk(RANKS)[rank] for z in batch())
+    model = DistributedDataParallel(net())
+    r = threepass.GradientStep(model, of_gradients)(x, y)
+    assert list(r.grads) == [n for n, _ in model.named_parameters()]
     return grads_of(model)
 
 
@@ -338,6 +353,7 @@ def results(rank: int) -> dict:
     table["gradient_as_bucket_view"] = repeated(rank, {"gradient_as_bucket_view": True})
     table["communication hook"] = communication_hook(rank)
     table["after an error"] = after_an_error(rank)
+    table["gradient step"] = gradient_steps(rank)
     table["frozen"] = frozen(rank)
     table["training"] = training(rank)
     table["uneven, alpha=1"], table["uneven, plain"] = one_step(rank, sizes=UNEVEN, alpha=1.0), plain(rank, UNEVEN)
@@ -393,11 +409,12 @@ def double_backward(weights, options) -> dict:
     x.requires_grad_()
     losses = F.cross_entropy(model(x), y, reduction="none")
     (g,) = torch.autograd.grad(losses.sum(), x, create_graph=True)
-    squares = 0.5 * g.square().sum(1)
+    penalties = {"l2": lambda: 0.5 * g.square().sum(1), "l1": lambda: g.abs().sum(1), "norm": lambda: g.norm(dim=1)}
+    values = penalties[options.get("penalty", "l2")]()
     alpha = options.get("alpha")
     power = 2 if options.get("reduction", "batch") == "batch" and alpha is not None else 1
     back, third = (1.0, options["strength"]) if alpha is None else (alpha, 1 - alpha)
-    total = back * (weights * losses).sum() + third * (weights**power * squares).sum()
+    total = back * (weights * losses).sum() + third * (weights**power * values).sum()
     return dict(zip(dict(model.named_parameters()), torch.autograd.grad(total, list(model.parameters())), strict=True))
 
 
@@ -414,6 +431,12 @@ def test_exact_mode_is_double_backward_over_all_ranks(ranks, terms):
     assert_close(ranks[0]["step", terms], expected, 1e-10)
     weights = torch.cat([torch.full((n,), 1 / (RANKS * n), dtype=torch.float64) for n in UNEVEN])
     assert_close(ranks[0]["uneven", terms], double_backward(weights, TERMS[terms]), 1e-10)
+
+
+def test_gradient_steps_are_averaged(ranks):
+    expected = threepass.gradient_step(net(), of_gradients, *batch())
+    for rank in ranks:
+        assert_close(rank["gradient step"], expected.grads, 1e-12)
 
 
 def test_ranks_with_unequal_numbers_weigh_the_same_as_in_plain_training(ranks):

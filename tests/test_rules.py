@@ -45,6 +45,22 @@ GRID = [
     ("sigmoid", torch.sigmoid, (r(4, 5),), [], []),
     ("silu", torch._C._nn.silu, (3 * r(4, 5),), [], []),
     ("gelu", F.gelu, (3 * r(4, 5),), [], []),
+    ("softplus", F.softplus, (3 * r(4, 5), 2.0, 4.0), [], []),
+    ("exp", torch.exp, (r(4, 5),), [], []),
+    ("sin", torch.sin, (r(4, 5),), [], []),
+    ("cos", torch.cos, (r(4, 5),), [], []),
+    ("sqrt", torch.sqrt, (r(4, 5).exp(),), [], []),
+    ("square", torch.square, (r(4, 5),), [], []),
+    ("pow-3", torch.pow, (r(4, 5), 3), [], []),
+    ("pow-1", torch.pow, (r(4, 5) * torch.tensor([0.0, 1, 1, 1, 1]), 1), [], []),
+    ("pow-half", torch.pow, (r(4, 5).exp(), -0.5), [], []),
+    ("mul-number", torch.mul, (r(4, 5), -2.5), [], []),
+    ("length", torch.linalg.vector_norm, (r(4, 5), 2, 1), [], []),
+    ("length-kept", torch.linalg.vector_norm, (r(4, 5, 2), 2, (0, -1), True), [], []),
+    ("length-whole", torch.linalg.vector_norm, (r(4, 5),), [], []),
+    ("rows", torch.Tensor.__getitem__, (r(4, 5), torch.tensor([0, 3, -1, 0, 2])), [], []),
+    ("index-select", torch.index_select, (r(4, 5), 1, torch.tensor([0, 3, 4, 0])), [], []),
+    ("gather", torch.gather, (r(4, 5), 1, torch.tensor([[0, 3], [4, 0], [1, 1], [2, 2]])), [], []),
     ("gelu-tanh", functools.partial(F.gelu, approximate="tanh"), (3 * r(4, 5),), [], []),
 ]
 EACH = pytest.mark.parametrize(("func", "args", "weights", "added"), [g[1:] for g in GRID], ids=[g[0] for g in GRID])
@@ -134,6 +150,43 @@ def test_attention_push():
             torch.testing.assert_close(m.push(*given), (ends[0] - ends[1]) / (2 * h), rtol=1e-6, atol=1e-8)
 
 
+SEVERAL = [  # functions of two activations, as functions of them alone, with their places in the call
+    ("mul", torch.mul, lambda a, b: (a, b), (r(4, 5), r(4, 5)), (0, 1)),
+    ("mul-broadcast", torch.mul, lambda a, b: (a, b), (r(4, 1), r(3, 1, 5)), (0, 1)),
+    ("index-add", torch.index_add, lambda a, b: (a, 1, INDEX, b), (r(4, 5), r(4, 6)), (0, 3)),
+    ("scatter-add", torch.scatter_add, lambda a, b: (a, 1, INDEX.expand(4, 6), b), (r(4, 5), r(4, 6)), (0, 3)),
+]
+INDEX = torch.tensor([0, 3, 3, 1, 0, 4])
+
+
+@pytest.mark.parametrize("present", [(0, 1), (0,), (1,)])
+@pytest.mark.parametrize(("func", "call", "args", "places"), [g[1:] for g in SEVERAL], ids=[g[0] for g in SEVERAL])
+def test_rules_of_two_activations(func, call, args, places, present):
+    """Tangent, transpose and curvature against double backward; an argument that is not present is a constant."""
+    leaves = [z.clone().requires_grad_() for z in args]
+    u = func(*call(*leaves))
+    d, e = torch.randn_like(u), torch.randn_like(u)
+    t = [torch.randn_like(z) if i in present else None for i, z in enumerate(args)]
+    m = rule_for(func).make(u.detach(), *call(*args))
+    by_place = [None] * rule_for(func).arity
+    for place, s in zip(places, t, strict=True):
+        by_place[place] = s
+    error = d.clone().requires_grad_()
+    back = torch.autograd.grad(u, leaves, error, create_graph=True)
+    phi = sum((g * s).sum() for g, s in zip(back, t, strict=True) if s is not None)
+    tangent, *curved = torch.autograd.grad(phi, [error, *leaves], retain_graph=True, allow_unused=True)
+    torch.testing.assert_close(m.push(*by_place), tangent)
+    pulled = m.bend([e], [d], by_place)
+    for place, g, c in zip(places, torch.autograd.grad(u, leaves, e), curved, strict=True):
+        torch.testing.assert_close(pulled[place], g if c is None else g + c)
+
+
+def test_a_length_of_zero_has_derivative_zero():
+    m = rule_for(torch.linalg.vector_norm).make(r(2), torch.zeros(2, 3).double(), 2, 1)
+    for z in (m.push(r(2, 3)), m.pull(r(2)), m.curve(r(2), r(2, 3))):
+        assert not z.any()
+
+
 def test_rules_step_aside_for_calls_they_do_not_know():
     conv = rule_for(torch.conv2d).make
     assert conv(r(4, 4, 4), r(3, 4, 4), r(4, 3, 3, 3)) is None  # one sample without a batch dimension
@@ -142,7 +195,11 @@ def test_rules_step_aside_for_calls_they_do_not_know():
         rule_for(F.scaled_dot_product_attention).make(r(2, 3, 4), r(2, 3, 4), r(2, 3, 4), r(2, 3, 4), dropout_p=0.1)
         is None
     )
-    assert rule_for(torch.sin) is None
+    assert rule_for(torch.pow).make(r(4), r(4), r(4)) is None  # a tensor of exponents
+    assert rule_for(torch.linalg.vector_norm).make(r(4), r(4, 3), 1, 1) is None
+    assert rule_for(torch.Tensor.__getitem__).make(r(4), r(4, 3), (slice(None), 0)) is None
+    assert rule_for(torch.scatter_add).make(r(4), r(4), 0, torch.tensor([0, 1]), r(3)) is None  # reads a part of src
+    assert rule_for(torch.erf) is None
 
 
 def test_the_old_name_of_linearization():

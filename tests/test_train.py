@@ -142,6 +142,24 @@ def test_optimizers_by_name(optimizer):
     assert result.history[-1]["train_loss"] < result.history[0]["train_loss"]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_penalties_by_name_and_by_function(compiled, graph_only):
+    def l1(g):
+        return g.flatten(1).abs().sum(1)
+
+    def train(**settings):
+        settings = {"epochs": 1, "batch_size": 16, "strength": 0.1, "mode": "exact", "lr": 0.05} | settings
+        return fit(simple(), data(), compile="require" if compiled else False, **settings)
+
+    default, named, own = train(), train(penalty="l1"), train(penalty=l1)
+    assert without_times(named.history[0]) == pytest.approx(without_times(own.history[0]))
+    assert named.history[0]["train_loss"] != pytest.approx(default.history[0]["train_loss"])
+    val = data().val
+    x = ((val.x.float() / 255 - 0.5) / 0.3).requires_grad_()
+    (g,) = torch.autograd.grad(F.cross_entropy(own.model(x), val.y, reduction="sum"), x)
+    assert own.history[0]["val_input_loss"] == pytest.approx(l1(g).mean().item(), rel=1e-4)
+
+
 def test_stops_at_epsilon():
     result = fit(simple(), data(), epochs=50, batch_size=10, alpha=1.0, lr=0.1, epsilon=20.0)
     assert result.E <= 20

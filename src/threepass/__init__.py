@@ -6,6 +6,7 @@ from typing import Any
 
 from . import models, reference
 from .core.engine import Result, three_pass
+from .core.gradient_loss import GradientResult, gradient_step
 from .errors import (
     CaptureError,
     DivergedError,
@@ -20,7 +21,7 @@ from .inspect.alignment import Alignment, alignment
 from .inspect.coverage import Coverage, coverage
 from .inspect.variances import variances
 from .rules import Linearization, rule
-from .step import ThreePass, loss
+from .step import GradientStep, ThreePass, loss
 
 __all__ = [
     "Advice",
@@ -28,6 +29,8 @@ __all__ = [
     "CaptureError",
     "Coverage",
     "DivergedError",
+    "GradientResult",
+    "GradientStep",
     "LeftOutWarning",
     "Linearization",
     "NormalizationWarning",
@@ -39,6 +42,7 @@ __all__ = [
     "alignment",
     "coverage",
     "fit",
+    "gradient_step",
     "init_",
     "loss",
     "models",

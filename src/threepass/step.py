@@ -1,7 +1,8 @@
-"""`ThreePass`: three passes in a training loop, in place of the forward and `loss.backward()`."""
+"""`ThreePass` and `GradientStep`: steps of a training loop, in place of the forward and `loss.backward()`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,18 +12,93 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._torch_compat import is_wrapped_by_compile
 from .compile.programs import check_compile
-from .compile.step import CompiledSteps
+from .compile.step import AnyResult, Call, CompiledSteps, gradient_call, three_pass_call
+from .core import engine, gradient_loss
 from .core.carried import Carried
-from .core.engine import Result, run
+from .core.engine import Result
+from .core.gradient_loss import GradientOptions, GradientResult
 from .core.misuse import AccumulationWatch, warn_of_masks, warn_of_sum
 from .core.options import Options, check_x, own_loss
+from .core.penalty import Penalty
 from .core.ranks import count_ranks, loss_through
 from .core.scaler import scaled, times
+from .core.wrt import Wrt
 from .errors import UncompiledWarning, warn_caller
 from .numerics.rounding import round_stochastically, seed_of
 
 
-class ThreePass:
+class _Step:
+    """What `ThreePass` and `GradientStep` share: a call runs eagerly or as a captured program, and adds to `p.grad`."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor], compile: bool | str):
+        check_compile(compile)
+        self.model, self.loss_fn, self.calls = model, loss_fn, 0
+        self.scaler: GradScaler | None = None
+        self.compiled = CompiledSteps(model, loss_fn, required=compile == "require") if compile else None
+        if is_wrapped_by_compile(model) and not compile:
+            warn_caller(
+                f"the model is wrapped by torch.compile, which a {type(self).__name__} step does not use: it runs the "
+                f"original module eagerly. {type(self).__name__}(model, ..., compile=True) compiles the whole step",
+                UncompiledWarning,
+            )
+
+    def _step(self, x: Any, y: Any, run: Callable[[nn.Module, Any], AnyResult], call: Callable[[], Call]) -> Any:
+        """One call. run: the passes of a model on x; call: what is captured in their place."""
+
+        def eager() -> AnyResult:
+            if isinstance(self.model, DistributedDataParallel):
+                loss, r = self._through_ddp(self.model, x, run)
+                loss.backward()
+                return r
+            r = run(self.model, x)
+            add_to_grad(self.model, r, self.scaler, self.calls)
+            return r
+
+        r = eager() if self.compiled is None else self.compiled(x, y, call(), eager, self.calls, self.scaler)
+        self.calls += 1
+        return r
+
+    def _through_ddp(
+        self, ddp: DistributedDataParallel, x: Any, run: Callable[[nn.Module, Any], AnyResult], mean: float = 1.0
+    ) -> tuple[Tensor, Any]:
+        """The loss of a step of the wrapped module, and its result under the names of the wrapper's parameters."""
+        results: list[AnyResult] = []
+
+        def passes(module: nn.Module, x: Any) -> Carried:
+            results.append(run(module, x))
+            return self._carried(module, results[0], mean)
+
+        loss = loss_through(ddp, x, passes)
+        (r,) = results
+        named: dict[str, Any] = {n: grads and _prefixed(grads) for n in r.GRADIENTS for grads in [getattr(r, n)]}
+        return loss, replace(r, **named)
+
+    def _carried(self, model: nn.Module, r: AnyResult, mean: float) -> Carried:
+        """mean: what the gradients are multiplied by, to be those of a mean over the samples."""
+        named = dict(model.named_parameters())
+        grads = scaled(list(r.grads.values()), self.scaler)
+        if mean != 1:
+            grads = times(grads, grads[0].new_full((), mean))
+        elif self.compiled is not None:  # the next call overwrites them
+            grads = [g.clone() for g in grads]
+        return Carried(r.loss, [named[name] for name in r.grads], grads, self.calls)
+
+    def state_dict(self) -> dict[str, int]:
+        """The number of calls, on which schedules and random rounding depend."""
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Restores what `state_dict` returned."""
+        if not isinstance(state, Mapping) or set(state) != {"calls"}:
+            found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(f"expected the state_dict() of a {type(self).__name__}, {{'calls': number}}, got {found}")
+        calls = state["calls"]
+        if isinstance(calls, bool) or not isinstance(calls, int) or calls < 0:
+            raise ValueError(f"calls must be a whole number >= 0, got {calls!r}")
+        self.calls = calls
+
+
+class ThreePass(_Step):
     """A training step by three passes, which adds its gradients to `p.grad`.
 
         step = threepass.ThreePass(model, loss_fn, alpha=0.1)
@@ -72,30 +148,24 @@ class ThreePass:
         compile: bool | str = False,
         scaler: GradScaler | None = None,
         process_group: Any = None,
+        penalty: Penalty = "l2",
+        wrt: Wrt = None,
     ):
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a positive whole number, got {every!r}")
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
-        self.model, self.loss_fn, self.every = model, loss_fn or own_loss, every
-        self.scaler, self.process_group = scaler, process_group
+        self.every, self.process_group = every, process_group
         self.alpha = alpha if callable(alpha) else lambda calls: alpha
         self.options: dict[str, Any] = {
-            "reduction": reduction, "mode": mode, "strength": strength,
-            "input_at": input_at, "batch_size": batch_size, "separate": separate,
+            "reduction": reduction, "mode": mode, "strength": strength, "input_at": input_at,
+            "batch_size": batch_size, "separate": separate, "penalty": penalty, "wrt": wrt,
         }  # fmt: skip
-        self.calls = 0
-        self.result: Result | None = None
         Options(self.alpha(0), **self.options)
-        check_compile(compile)
-        self.compiled = CompiledSteps(model, self.loss_fn, required=compile == "require") if compile else None
+        super().__init__(model, loss_fn or own_loss, compile)
+        self.scaler = scaler
+        self.result: Result | None = None
         self._watch, self._is_first = AccumulationWatch(), True
-        if is_wrapped_by_compile(model) and not compile:
-            warn_caller(
-                "the model is wrapped by torch.compile, which a three-pass step does not use: the step runs the "
-                "original module eagerly. ThreePass(model, ..., compile=True) compiles the whole step",
-                UncompiledWarning,
-            )
 
     def __call__(self, x: Any, y: Any = None) -> Result:
         """Runs one step on a batch and adds its gradients to `p.grad`."""
@@ -103,23 +173,15 @@ class ThreePass:
         if options.batch_size is None:
             self._watch.before_call(self.model.parameters())
 
-        def eager() -> Result:
-            if isinstance(self.model, DistributedDataParallel):
-                loss, r = self._through_ddp(self.model, x, y, options, third)
-                loss.backward()
-                return r
-            r = run(self.model, self.loss_fn, x, y, options, third=third)
-            add_to_grad(self.model, r, self.scaler, self.calls)
-            return r
+        def run(model: nn.Module, x: Any) -> Result:
+            return self._run(model, x, y, options, third)
 
-        steps = self.compiled
-        r = eager() if steps is None else steps(x, y, options, third, eager, self.calls, self.scaler)
-        self.calls += 1
+        r = self._step(x, y, run, lambda: three_pass_call(self.model, self.loss_fn, options, third))
         self._watch.after_call(self.model.parameters())
         if self._is_first:
             self._is_first = False
             warn_of_sum(self.model, self.loss_fn, x, y, r.output, r.loss)
-            if options.input_at is None:
+            if options.input_at is None and options.wrt is None:
                 warn_of_masks(self.model, x)
         return r
 
@@ -138,15 +200,17 @@ class ThreePass:
             raise ValueError("pass the loss to scaler.scale(), and no scaler= to ThreePass")
         options, third = self._options()
         mean = 1.0 if options.batch_size is None else options.part(0) / check_x(x, options)
+
+        def run(model: nn.Module, x: Any) -> Result:
+            return self._run(model, x, y, options, third)
+
         if isinstance(self.model, DistributedDataParallel):
-            loss, self.result = self._through_ddp(self.model, x, y, options, third, mean)
+            loss, self.result = self._through_ddp(self.model, x, run, mean)
         else:
-
-            def eager() -> Result:
-                return run(self.model, self.loss_fn, x, y, options, third=third)
-
-            steps = self.compiled
-            self.result = eager() if steps is None else steps(x, y, options, third, eager, self.calls, add=False)
+            call = three_pass_call(self.model, self.loss_fn, options, third)
+            steps, eager = self.compiled, partial(run, self.model, x)
+            self.result = eager() if steps is None else steps(x, y, call, eager, self.calls, add=False)
+            assert self.result is not None
             with torch.inference_mode(False), torch.enable_grad():
                 loss = self._carried(self.model, self.result, mean).loss()
         self.calls += 1
@@ -157,50 +221,8 @@ class ThreePass:
         ranks = count_ranks(self.model, self.process_group)
         return Options(self.alpha(self.calls), ranks=ranks, **self.options), self.calls % self.every == 0
 
-    def state_dict(self) -> dict[str, int]:
-        """The number of calls, on which alpha's schedule and `every` depend."""
-        return {"calls": self.calls}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restores what `state_dict` returned."""
-        if not isinstance(state, Mapping) or set(state) != {"calls"}:
-            found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            raise ValueError(f"expected the state_dict() of a ThreePass, {{'calls': number}}, got {found}")
-        calls = state["calls"]
-        if isinstance(calls, bool) or not isinstance(calls, int) or calls < 0:
-            raise ValueError(f"calls must be a whole number >= 0, got {calls!r}")
-        self.calls = calls
-
-    def _through_ddp(
-        self, ddp: DistributedDataParallel, x: Any, y: Any, options: Options, third: bool, mean: float = 1.0
-    ) -> tuple[Tensor, Result]:
-        """The loss of a step of the wrapped module, and its result under the names of the wrapper's parameters."""
-        if options.input_at is not None:
-            options = replace(options, input_at=options.input_at.removeprefix("module."))
-        results: list[Result] = []
-
-        def passes(module: nn.Module, x: Any) -> Carried:
-            results.append(run(module, self.loss_fn, x, y, options, third=third))
-            return self._carried(module, results[0], mean)
-
-        loss = loss_through(ddp, x, passes)
-        (r,) = results
-        return loss, replace(
-            r,
-            grads=_prefixed(r.grads),
-            backprop_grads=r.backprop_grads and _prefixed(r.backprop_grads),
-            third_grads=r.third_grads and _prefixed(r.third_grads),
-        )
-
-    def _carried(self, model: nn.Module, r: Result, mean: float) -> Carried:
-        """mean: what the gradients are multiplied by, to be those of a mean over the samples."""
-        named = dict(model.named_parameters())
-        grads = scaled(list(r.grads.values()), self.scaler)
-        if mean != 1:
-            grads = times(grads, grads[0].new_full((), mean))
-        elif self.compiled is not None:  # the next call overwrites them
-            grads = [g.clone() for g in grads]
-        return Carried(r.loss, [named[name] for name in r.grads], grads, self.calls)
+    def _run(self, model: nn.Module, x: Any, y: Any, options: Options, third: bool) -> Result:
+        return engine.run(model, self.loss_fn, x, y, _inside(self.model, model, options), third=third)
 
 
 def loss(
@@ -214,6 +236,8 @@ def loss(
     strength: float | None = None,
     input_at: str | None = None,
     batch_size: int | None = None,
+    penalty: Penalty = "l2",
+    wrt: Wrt = None,
 ) -> Tensor:
     """`ThreePass(model, loss_fn, ...).loss(x, y)`: the loss of a batch, whose `backward()` adds three-pass gradients.
 
@@ -222,17 +246,61 @@ def loss(
 
     For compiled steps, `every`, and alpha as a schedule, make a `ThreePass` and call its `loss`.
     """
-    return ThreePass(model, loss_fn, alpha, reduction, mode, strength, input_at, batch_size).loss(x, y)
+    step = ThreePass(model, loss_fn, alpha, reduction, mode, strength, input_at, batch_size, penalty=penalty, wrt=wrt)
+    return step.loss(x, y)
 
 
-def add_to_grad(model: nn.Module, r: Result, scaler: GradScaler | None = None, calls: int = 0) -> None:
+class GradientStep(_Step):
+    """A training step on a loss of the model's input gradient (`gradient_step`), which adds to `p.grad`.
+
+        step = threepass.GradientStep(energy, lambda output, g, y: (-g - y).square().mean(), wrt="positions")
+        r = step(x, forces)     # in place of autograd.grad(..., create_graph=True) and loss.backward()
+        optimizer.step()
+
+    Args:
+        model, loss_fn, value_fn, wrt, input_at: those of `gradient_step`.
+        compile: as for `ThreePass`. Compiled steps do not look for NaN and infinite derivatives of the loss.
+
+    Several ranks: each computes the gradients of its own loss, which are to be averaged, as in plain training;
+    `DistributedDataParallel` does it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any, Any], Tensor],
+        value_fn: Callable[[Any], Tensor] | None = None,
+        wrt: Wrt = None,
+        input_at: str | None = None,
+        compile: bool | str = False,
+    ):
+        self.options = GradientOptions(value_fn, wrt, input_at)
+        super().__init__(model, loss_fn, compile)
+
+    def __call__(self, x: Any, y: Any = None) -> GradientResult:
+        """Runs one step on a batch and adds its gradients to `p.grad`."""
+
+        def run(model: nn.Module, x: Any) -> GradientResult:
+            return gradient_loss.run(model, self.loss_fn, x, y, _inside(self.model, model, self.options))
+
+        return self._step(x, y, run, lambda: gradient_call(self.model, self.loss_fn, self.options))
+
+
+def _inside(outer: nn.Module, model: nn.Module, options: Any) -> Any:
+    """The options for the model inside of a `DistributedDataParallel`, where module names have no prefix."""
+    if outer is model or options.input_at is None:
+        return options
+    return replace(options, input_at=options.input_at.removeprefix("module."))
+
+
+def add_to_grad(model: nn.Module, r: AnyResult, scaler: GradScaler | None = None, calls: int = 0) -> None:
     """Adds r.grads to `p.grad` by autograd's own accumulation; rounding differs from call to call."""
     with torch.inference_mode(False), torch.enable_grad():
         torch.autograd.backward(*_to_add(model, r, scaler, calls))
 
 
 def _to_add(
-    model: nn.Module, r: Result, scaler: GradScaler | None, calls: int
+    model: nn.Module, r: AnyResult, scaler: GradScaler | None, calls: int
 ) -> tuple[list[nn.Parameter], list[Tensor]]:
     """Parameters, and what to add to their `p.grad`; half parameters' gradients are rounded stochastically."""
     named = dict(model.named_parameters())

@@ -96,7 +96,8 @@ def _three_pass(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Form:
     assert step.compiled is not None
     (made,) = step.compiled.programs
     program, steps = made.captured, step.compiled
-    inputs = [steps._weights_of(Options(**OPTIONS[method])), steps._seed_for(program.program, 0), x, y]
+    options = Options(**OPTIONS[method])
+    inputs = [steps._weights_of((options.back, options.third)), steps._seed_for(program.program, 0), x, y]
     places = {id(p): i for i, p in enumerate(made.parameters)}
     order = [places[id(p)] for p in weights(model).values()]
 

@@ -59,10 +59,16 @@ class Signature:
     """Watches a model and its loss."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor]):
-        self._roots = {"model": model, "loss_fn": loss_fn}
+        self._roots: dict[str, Any] = {"model": model, "loss_fn": loss_fn}
         self._recent: list[tuple[Dependencies, State]] = []
         self._ignored: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         self._overwritten: list[tuple[str, Attribute, TensorItem | None]] = []
+
+    def watch(self, name: str, value: Any) -> None:
+        """Makes a further function or value of the user's a part of the state, in place of the one of that name."""
+        if name not in self._roots or self._roots[name] is not value:
+            self._roots[name] = value
+            self._recent.clear()
 
     def state(self) -> State:
         """The state of the model, the loss and PyTorch's switches: the same object while nothing changes."""

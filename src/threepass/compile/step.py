@@ -1,4 +1,4 @@
-"""`ThreePass(compile=True)`: every signature of a call captured once, then replayed.
+"""`ThreePass(compile=True)` and `GradientStep(compile=True)`: every signature of a call captured once, then replayed.
 
 `signature.py` says what a captured program depends on, `programs.py` when one is captured and how many are kept. The
 weights of the two terms and the seed of its random numbers are inputs of the program, so that they may move. What
@@ -7,7 +7,7 @@ Python does besides computing tensors (printing, say) happens when a program is 
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from .._torch_compat import TreeSpec, foreach_add_, has_gradient_hooks, tree_flatten, tree_map, tree_unflatten
-from ..core.engine import Result, run
+from ..core import engine, gradient_loss
+from ..core.engine import Result
+from ..core.gradient_loss import GradientOptions, GradientResult
 from ..core.options import Options, check_model
 from ..core.scaler import scaled
 from ..errors import CaptureError
@@ -28,6 +30,42 @@ from .dependencies import PLAIN
 from .programs import Programs
 from .signature import Signature, flattened, input_signature, inputs_in_words
 from .trace import Program
+
+AnyResult = Result | GradientResult
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a step: the passes to capture, and what their program depends on besides the model and its inputs."""
+
+    passes: Callable[[Any, Any, tuple[Tensor, Tensor], Tensor], AnyResult]  # of x, y, the terms' weights and the seed
+    kind: tuple[Hashable, ...]
+    label: str
+    watched: tuple[str, Any]  # a function of the user's besides the loss, with its name
+    weights: tuple[float, float] = (1.0, 1.0)  # of the two terms, (back, third)
+    has_terms: bool = False  # the gradients are back * one term + third * another
+
+
+def three_pass_call(model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], options: Options, third: bool) -> Call:
+    third = third and (options.third > 0 or options.separate)
+
+    def passes(x: Any, y: Any, weights: tuple[Tensor, Tensor], seed: Tensor) -> Result:
+        return engine.run(model, loss_fn, x, y, options, third=third, weights=weights, seed=seed)
+
+    kind = (
+        options.mode, options.scale(2), options.input_at, options.wrt, options.batch_size, options.separate,
+        options.ranks, options.back > 0, third, options.strength is None,
+    )  # fmt: skip
+    label = f"{options.mode} mode{'' if third else ' without the third pass'}"
+    return Call(passes, kind, label, ("penalty", options.penalty), (options.back, options.third), third)
+
+
+def gradient_call(model: nn.Module, loss_fn: Callable[[Any, Any, Any], Tensor], options: GradientOptions) -> Call:
+    def passes(x: Any, y: Any, weights: tuple[Tensor, Tensor], seed: Tensor) -> GradientResult:
+        return gradient_loss.run(model, loss_fn, x, y, options, seed=seed)
+
+    kind = (options.wrt, options.input_at, options.separate)
+    return Call(passes, kind, "gradient step", ("value_fn", options.value_fn))
 
 
 @dataclass
@@ -41,7 +79,8 @@ class Step:
     captured: Captured
     parameters: list[nn.Parameter]
     names: list[str]  # of the parameters, in the order of the outputs that are added to `p.grad`
-    dicts: int  # how many of r.grads, r.backprop_grads and r.third_grads follow in the outputs
+    kind: Any  # the class of the result
+    dicts: list[str]  # the fields of the result with gradients by name, which follow in the outputs
     leaves: list[Any]  # of the rest of the result; a `_Place` is an index into the outputs that remain
     spec: TreeSpec
     graph_memory: set[int]
@@ -56,7 +95,7 @@ class Step:
 
     def __call__(
         self, weights: Tensor, seed: Tensor, tensors: list[Tensor], scaler: GradScaler | None = None, add: bool = True
-    ) -> Result:
+    ) -> Any:
         """Runs the step; adds to `p.grad`, times the scale of a scaler, unless add=False."""
         static = self.captured.graph is not None
         if static:
@@ -65,15 +104,16 @@ class Step:
         count = len(self.parameters)
         if add:
             self._add(scaled(outputs[:count], scaler))
-        starts = range(count, (self.dicts + 1) * count, count)
+        starts = range(count, (len(self.dicts) + 1) * count, count)
         named = [dict(zip(self.names, outputs[i : i + count], strict=True)) for i in starts]
-        rest = outputs[(self.dicts + 1) * count :]
-        fields = [rest[leaf.place] if isinstance(leaf, _Place) else leaf for leaf in self.leaves]
-        output, loss, input_loss, input_grad = tree_unflatten(fields, self.spec)
+        rest = outputs[(len(self.dicts) + 1) * count :]
+        found = [rest[leaf.place] if isinstance(leaf, _Place) else leaf for leaf in self.leaves]
+        others = tree_unflatten(found, self.spec)
         if static:  # copies of what people keep from call to call; input_grad and grads stay in the graph's memory
-            output = tree_map(lambda z: z.clone() if isinstance(z, Tensor) else z, output)
-            loss, input_loss = loss.clone(), input_loss.clone()
-        return Result(output, loss, input_loss, input_grad, *named, *[None] * (3 - self.dicts))
+            copied = {name: tree_map(_copy, z) for name, z in others.items() if name != "input_grad"}
+            others = others | copied
+        missing = dict.fromkeys(self.kind.GRADIENTS)
+        return self.kind(**(others | missing | dict(zip(self.dicts, named, strict=True))))
 
     def _keep_sums(self) -> None:
         """A `p.grad` that lies in the graphs' memory is a sum so far: the replay must not overwrite it."""
@@ -102,6 +142,10 @@ class _Place:
     place: int
 
 
+def _copy(z: Any) -> Any:
+    return z.clone() if isinstance(z, Tensor) else z
+
+
 class Unavailable:
     """Stands in `r.output` for an object that a captured program cannot recreate, such as a cache of keys and values.
 
@@ -126,9 +170,9 @@ def _constant(leaf: Any) -> Any:
 
 
 class CompiledSteps:
-    """The captured steps of one `ThreePass`."""
+    """The captured steps of one `ThreePass` or `GradientStep`."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], required: bool = False):
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor], required: bool = False):
         self.model, self.loss_fn = model, loss_fn
         self.programs: Programs[Step] = Programs(Signature(model, loss_fn), required)
         self._weights: dict[Hashable, Tensor] = {}
@@ -177,13 +221,12 @@ class CompiledSteps:
         self,
         x: Any,
         y: Any,
-        options: Options,
-        third: bool,
-        eager: Callable[[], Result],
+        call: Call,
+        eager: Callable[[], AnyResult],
         calls: int,
         scaler: GradScaler | None = None,
         add: bool = True,
-    ) -> Result:
+    ) -> Any:
         """The step after so many calls, added to `p.grad` if `add`; `eager` runs it where there is no program."""
         step = None
         try:
@@ -191,32 +234,29 @@ class CompiledSteps:
         except CaptureError as error:
             self.programs.refuse(error)
         else:
-            third = third and (options.third > 0 or options.separate)
-            kind = (
-                spec, options.mode, options.scale(2), options.input_at, options.batch_size, options.separate,
-                options.ranks, options.back > 0, third, options.strength is None,
-            )  # fmt: skip
+            self.programs.signature.watch(*call.watched)
             step = self.programs.find(
-                kind,
+                (spec, *call.kind),
                 input_signature(flat),
-                lambda: self._captured(flat, spec, options, third),
-                lambda: f"{options.mode} mode{'' if third else ' without the third pass'}, {inputs_in_words(flat)}",
+                lambda: self._captured(flat, spec, call),
+                lambda: f"{call.label}, {inputs_in_words(flat)}",
             )
         if step is None:
             return self.programs.eagerly(eager, next(self.model.parameters()).device)
         with torch.inference_mode(False):
             tensors = [z for z in flat if isinstance(z, Tensor)]
-            return step(self._weights_of(options), self._seed_for(step.captured.program, calls), tensors, scaler, add)
+            seed = self._seed_for(step.captured.program, calls)
+            return step(self._weights_of(call.weights), seed, tensors, scaler, add)
 
-    def _weights_of(self, options: Options) -> Tensor:
+    def _weights_of(self, weights: tuple[float, float]) -> Tensor:
         """(back, third) on the model's device; each pair is sent there once."""
         p = next(self.model.parameters())
-        key = (options.back, options.third, p.device, p.dtype)
+        key = (weights, p.device, p.dtype)
         if key not in self._weights:
             if len(self._weights) > 4096:  # a schedule that never repeats itself
                 self._weights.clear()
             dtype = weights_dtype(self.model.parameters())
-            self._weights[key] = torch.tensor([options.back, options.third], dtype=dtype, device=p.device)
+            self._weights[key] = torch.tensor(weights, dtype=dtype, device=p.device)
         return self._weights[key]
 
     def _seed_for(self, program: Program | None, calls: int) -> Tensor:
@@ -230,9 +270,9 @@ class CompiledSteps:
             self._seed.fill_(calls % 2**31)
         return self._seed
 
-    def _captured(self, flat: list[Any], spec: TreeSpec, options: Options, third: bool) -> Step:
+    def _captured(self, flat: list[Any], spec: TreeSpec, call: Call) -> Step:
         with torch.inference_mode(False):
-            step = _capture(self, flat, spec, options, third)
+            step = _capture(self, flat, spec, call)
         if step.captured.graph is not None:
             self._newest = step.captured.graph
             self._graph_memory.update(z.data_ptr() for z in step.captured.outputs)
@@ -252,7 +292,7 @@ def capturable(model: nn.Module, signature: Signature) -> Iterator[None]:
             raise CaptureError("the model replaces a buffer by another tensor; write to it in place")
 
 
-def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, options: Options, third: bool) -> Step:
+def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call) -> Step:
     model, loss_fn, signature = steps.model, steps.loss_fn, steps.programs.signature
     names: list[str] = []
     leaves: list[Any] = []
@@ -264,23 +304,25 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, options: Opt
         rest = iter(tensors)
         x, y = tree_unflatten([next(rest) if isinstance(z, Tensor) else z for z in flat], spec)
         with capturable(model, signature):
-            r = run(model, loss_fn, x, y, options, third=third, weights=(weights[0], weights[1]), seed=seed)
+            r = call.passes(x, y, (weights[0], weights[1]), seed)
         grads = laid_out([named[n] for n in r.grads], list(r.grads.values()))
-        dicts = [z for z in (r.grads, r.backprop_grads, r.third_grads) if z is not None]
-        found, result_spec = tree_flatten((r.output, r.loss, r.input_loss, r.input_grad))
+        results = {field.name: getattr(r, field.name) for field in fields(r)}
+        dicts = [name for name in r.GRADIENTS if results[name] is not None]
+        found, result_spec = tree_flatten({name: z for name, z in results.items() if name not in r.GRADIENTS})
         others = [leaf for leaf in found if isinstance(leaf, Tensor)]
         places = iter(range(len(others)))
-        names[:], made[:] = r.grads, [len(dicts), result_spec]
+        names[:], made[:] = r.grads, [type(r), dicts, result_spec]
         leaves[:] = [_Place(next(places)) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in found]
-        return [*grads, *(g[n] for g in dicts for n in names), *others]
+        return [*grads, *(results[name][n] for name in dicts for n in names), *others]
 
-    weights, seed = steps._weights_of(options), steps._seed_for(None, 0)
+    weights, seed = steps._weights_of(call.weights), steps._seed_for(None, 0)
     inputs = [weights, seed, *(z for z in flat if isinstance(z, Tensor))]
     restore = partial(_restored, model, loss_fn, signature)
     pool = None if steps._newest is None else steps._newest.pool
-    captured = capture(step, inputs, restore=restore, weights=weights if third else None, pool=pool)
+    captured = capture(step, inputs, restore=restore, weights=weights if call.has_terms else None, pool=pool)
     signature.settle(captured.program.state)
-    return Step(captured, [named[n] for n in names], names, made[0], leaves, made[1], steps._graph_memory)
+    kind, dicts, result_spec = made
+    return Step(captured, [named[n] for n in names], names, kind, dicts, leaves, result_spec, steps._graph_memory)
 
 
 def laid_out(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> list[Tensor]:

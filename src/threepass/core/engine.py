@@ -11,8 +11,9 @@ d (x) (alpha a + (1 - alpha) t). `plan.py` lists the other ways to combine them.
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +29,12 @@ from ..tape.signals import ActivationMeta
 from ..tape.state import autograd_enabled, unchanged_on_error
 from .exact import backward_again
 from .gradients import Gradients
-from .options import Options, check_loss, check_model, check_x, own_loss
+from .options import InputOptions, Options, check_loss, check_model, check_x, own_loss
+from .penalty import Penalty, evaluate
 from .plan import Operand, Plan, Scale, make_plan
 from .propagation import Errors, Propagation
 from .warn import warn_of_norms, warn_of_other_leaves
+from .wrt import Wrt, is_float, like_inputs, map_inputs
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,12 +44,15 @@ class Result:
     Attributes:
         output: what the model returned, detached.
         loss: the loss, detached.
-        input_loss: the mean over the samples of 1/2 |dl_i/dx_i|^2, whatever the reduction.
-        input_grad: dl/dx of the batch's loss, structured like x, with None for everything but floating-point tensors.
+        input_loss: the mean over the samples of the penalty, 1/2 |dl_i/dx_i|^2 by default, whatever the reduction.
+        input_grad: dl/dx of the batch's loss, structured like x, with None for everything but floating-point tensors;
+            with `wrt` a tensor, or a dict where it names several entries.
         grads: a gradient for every parameter that the loss depends on, by name.
         backprop_grads: with separate=True, the gradients of backpropagation alone, unweighted; else None.
         third_grads: with separate=True, the gradients of the third pass alone, unweighted; else None.
     """
+
+    GRADIENTS: ClassVar = ("grads", "backprop_grads", "third_grads")
 
     output: Any
     loss: Tensor
@@ -75,6 +81,8 @@ def three_pass(
     input_at: str | None = None,
     batch_size: int | None = None,
     separate: bool = False,
+    penalty: Penalty = "l2",
+    wrt: Wrt = None,
 ) -> Result:
     """One step of three-pass learning: alpha * backpropagation + (1 - alpha) * third pass, for every parameter.
 
@@ -96,8 +104,13 @@ def three_pass(
         batch_size: the effective batch, where x is only a part of it: the parts' gradients then add up to the whole's.
             Samples of other ranks do not count by themselves; in `ThreePass` they do.
         separate: also give both terms, unweighted, as `backprop_grads` and `third_grads`.
+        penalty: the input loss of a sample, a function of its gradient g_i = dl_i/dx_i: "l2", 1/2 |g_i|^2; "l1",
+            sum |g_i|; "norm", |g_i|; or a callable that takes the g_i of all samples, structured like r.input_grad,
+            and returns one number a sample. With reduction="batch" its mean over the samples is divided by B.
+        wrt: the entry of a dict x (its name), or of a tuple x (its index), that counts as the input, or several of
+            them in a tuple; default: all floating-point tensors of x. Gradients are then a tensor, or a dict.
     """
-    options = Options(alpha, reduction, mode, strength, input_at, batch_size, separate)
+    options = Options(alpha, reduction, mode, strength, input_at, batch_size, separate, penalty, wrt)
     return run(model, loss_fn or own_loss, x, y, options)
 
 
@@ -151,20 +164,23 @@ def _three_passes(step: _Step, module_paths: bool) -> Result:
         # Pass 1: l = loss(w(x), y). The tape records every operation that depends on the input. The options and the
         # tape then decide how the gradients of passes 2 and 3 are combined.
         tape = Record(next(model.parameters()).device.type, module_paths)
-        output, loss = forward(model, step.loss_fn, step.x, step.y, tape, options.input_at)
+        output, loss = forward(model, step.loss_fn, step.x, step.y, tape, options)
         tape.prune(to_loss=options.exact and step.third)
         plan = make_plan(tape, options, samples, step.third, step.weights)
 
-        # Pass 2: backward, to dl/dx and to the error d of every operation with weights; l_x is half the square of
-        # dl/dx. The gradient of l by a weight, d (x) a, is not taken yet.
+        # Pass 2: backward, to dl/dx and to the error d of every operation with weights; l_x is a function of dl/dx.
+        # The gradient of l by a weight, d (x) a, is not taken yet.
         dx, errors = backward(tape, plan, loss)
-        _check_hooks(tape, options)
+        input_loss, slopes = _input_loss(dx, plan, step, tape, samples)
+        if options.exact:
+            check_hooks(tape, 'use mode="paper", or remove the hook')
 
-        # Pass 3: forward again, from t_0 = c dl_i/dx_i, t -> J t. As soon as t is known at a weight, the gradient of
-        # l_x, d (x) t, is taken, together with that of l. Exact mode adds R{d} (x) a in one more backward pass.
+        # Pass 3: forward again, from t_0 = dl_x/dg_i with g_i = dl_i/dx_i, t -> J t. As soon as t is known at a weight,
+        # the gradient of l_x, d (x) t, is taken, together with that of l. Exact mode adds R{d} (x) a in one more
+        # backward pass.
         if step.warn and step.third and not options.exact:
             warn_of_norms(model, tape.operations)
-        t_0, third_scale = _start(plan, dx)
+        t_0, third_scale = _start(plan, dx, slopes, options.part(samples))
         gradients = Gradients(plan, third_scale, step.seed)
         with torch.no_grad():
             steps = forward_again(tape, dx, t_0, errors, gradients)
@@ -179,7 +195,7 @@ def _three_passes(step: _Step, module_paths: bool) -> Result:
     return Result(
         output=tree_map(lambda z: z.detach() if isinstance(z, Tensor) else z, output),
         loss=loss.detach(),
-        input_loss=_input_loss(dx, plan, samples, options.part(samples)),
+        input_loss=input_loss,
         input_grad=_input_grad(dx, plan, step, tape),
         grads=grads,
         backprop_grads=backprop_grads,
@@ -187,14 +203,17 @@ def _three_passes(step: _Step, module_paths: bool) -> Result:
     )
 
 
-def forward(model, loss_fn, x: Any, y: Any, tape: Record, input_at: str | None) -> tuple[Any, Tensor]:
+def forward(
+    model, loss_fn, x: Any, y: Any, tape: Record, options: InputOptions, check: Callable[[Any], None] = check_loss
+) -> tuple[Any, Tensor]:
     """Pass 1: the model and the loss, once, as the user wrote them."""
+    input_at = options.input_at
     x, y = tree_map(_usable, (x, y))
     with contextlib.ExitStack() as stack:
         if tape.module_paths:
             stack.enter_context(tracking_module_paths(model, tape))
-        if input_at is None and any(map(_is_float, tree_leaves(x))):
-            x = tree_map(lambda z: tape.add_input(z) if _is_float(z) else z, x)
+        if input_at is None and any(map(is_float, tree_leaves(x))):
+            x = map_inputs(x, options.wrt, tape.add_input)
         else:
             tape.has_internal_input = True
             stack.enter_context(module_output_as_input(model, tape, input_at))
@@ -205,7 +224,7 @@ def forward(model, loss_fn, x: Any, y: Any, tape: Record, input_at: str | None) 
     if not tape.inputs:
         where = "no embedding" if input_at is None else f"input_at={input_at!r}: that module did not"
         raise ValueError(f"{where} run, so there is no input to differentiate with respect to")
-    check_loss(loss)
+    check(loss)
     if tape.is_active(loss):
         tape.check_recorded("loss_fn", loss)
     if tape.problems and (not tape.is_active(loss) or not tape.operations):
@@ -267,28 +286,44 @@ def forward_again(
     return steps
 
 
-def _start(plan: Plan, dx: list[Tensor]) -> tuple[list[Tensor], Scale]:
-    """t_0, and what the third pass's gradients are to be multiplied by to undo the scales of t_0 and d."""
+def _start(plan: Plan, dx: list[Tensor], slopes: list[Tensor] | None, batch: float) -> tuple[list[Tensor], Scale]:
+    """t_0, and what the third pass's gradients are to be multiplied by to undo the scales of t_0 and d.
+
+    slopes: the derivative of the penalty at each dl_i/dx_i; None: it is dl_i/dx_i itself.
+    """
     if plan.case.carried is None:
         return [], 1.0
     scale = plan.tangent_scale * plan.third if plan.is_joint else plan.tangent_scale
-    return start(dx, scale, plan.error_scale, plan.half)
+    if slopes is None:
+        return start(dx, scale, plan.error_scale, plan.half)
+    t_0, third_scale = start(slopes, scale * plan.error_scale / batch, plan.error_scale, plan.half)
+    return [t.to(g.dtype) for t, g in zip(t_0, dx, strict=True)], third_scale
 
 
-def _start_of_backward(tape: Record, plan: Plan, loss: Tensor) -> dict[ActivationMeta, Tensor]:
+def _start_of_backward(tape: Record, plan: Plan, loss: Tensor) -> list[tuple[ActivationMeta, Tensor]]:
     """R{d} at the loss: zero, or with a joint backward pass the error of the loss."""
-    return {tape.meta_of(loss): torch.ones_like(loss) * (plan.loss_error * plan.back)} if plan.is_joint else {}
+    return [(tape.meta_of(loss), torch.ones_like(loss) * (plan.loss_error * plan.back))] if plan.is_joint else []
 
 
-def _check_hooks(tape: Record, options: Options) -> None:
-    if options.exact and any(op.hooked_errors for op in tape.operations):
-        tape.problem("register_hook", "a tensor's hook changes its error", 'use mode="paper", or remove the hook')
+def check_hooks(tape: Record, advice: str) -> None:
+    if any(op.hooked_errors for op in tape.operations):
+        tape.problem("register_hook", "a tensor's hook changes its error", advice)
 
 
-def _input_loss(dx: list[Tensor], plan: Plan, samples: int, batch: float) -> Tensor:
-    """The mean over the samples of 1/2 |dl_i/dx_i|^2."""
-    squares = [g.to(accumulate_dtype(g.dtype)).div(plan.error_scale).square().sum() for g in dx]
-    return 0.5 * torch.stack(squares).sum() * (batch**2 / samples)
+def _input_loss(
+    dx: list[Tensor], plan: Plan, step: _Step, tape: Record, samples: int
+) -> tuple[Tensor, list[Tensor] | None]:
+    """The mean of the penalty over the samples, and its derivative at each dl_i/dx_i, unless that is dl_i/dx_i itself.
+
+    dl_i/dx_i is the batch's size times the rows of dl/dx, without the errors' scale.
+    """
+    batch, penalty = step.options.part(samples), step.options.penalty
+    wide = [g.to(accumulate_dtype(g.dtype)) for g in dx]
+    if penalty == "l2":
+        squares = [g.div(plan.error_scale).square().sum() for g in wide]
+        return 0.5 * torch.stack(squares).sum() * (batch**2 / samples), None
+    per_sample = [g * (batch / plan.error_scale) for g in wide]
+    return evaluate(penalty, per_sample, samples, partial(like_x, step.x, step.options, tape))
 
 
 def _input_grad(dx: list[Tensor], plan: Plan, step: _Step, tape: Record) -> Any:
@@ -297,16 +332,16 @@ def _input_grad(dx: list[Tensor], plan: Plan, step: _Step, tape: Record) -> Any:
     scale = plan.error_scale if ranks == 1 else plan.error_scale * ranks  # of all ranks' loss, not of this rank's
     if isinstance(scale, Tensor) or scale != 1:
         dx = [g / scale for g in dx]
+    return like_x(step.x, step.options, tape, dx)
+
+
+def like_x(x: Any, options: InputOptions, tape: Record, tensors: list[Tensor]) -> Any:
+    """A tensor for each input, structured like x (`wrt.py`); of inputs inside the model, a tensor or a tuple."""
     if tape.has_internal_input:
-        return dx[0] if len(dx) == 1 else tuple(dx)
-    rest = iter(dx)
-    return tree_map(lambda z: next(rest) if _is_float(z) else None, step.x)
+        return tensors[0] if len(tensors) == 1 else tuple(tensors)
+    return like_inputs(x, options.wrt, tensors)
 
 
 def _usable(z: Any) -> Any:
     """A tensor created under inference_mode cannot be used in a backward pass; a copy of it can."""
     return z.clone() if isinstance(z, Tensor) and z.is_inference() else z
-
-
-def _is_float(z: Any) -> bool:
-    return isinstance(z, Tensor) and z.is_floating_point()

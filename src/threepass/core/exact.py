@@ -16,6 +16,8 @@ no mix to form and no product for backpropagation alone.
 A convolution takes six units: forward, error, tangent, R{d}, and two products for its weight.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ..tape.record import Record
@@ -25,15 +27,15 @@ from .propagation import Propagation
 
 
 def backward_again(
-    tape: Record, steps: list[Propagation], start: dict[ActivationMeta, Tensor], gradients: Gradients
+    tape: Record, steps: list[Propagation], start: Sequence[tuple[ActivationMeta, Tensor]], gradients: Gradients
 ) -> None:
     """Propagates R{d} backward and adds its products to the gradients; consumes the steps that pass 3 returned.
 
-    start: the tensors where R{d} starts, with its values there; it is zero everywhere else downstream.
+    start: the tensors where R{d} starts, with what is added to it there; it is zero everywhere else downstream.
     """
     signals = tape.signals()
-    for z, value in start.items():
-        signals.put(z, value)
+    for z, value in start:
+        signals.add(z, value)
     while steps:
         step = steps.pop()
         with tape.collecting_problems(step.op):

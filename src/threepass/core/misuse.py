@@ -91,8 +91,8 @@ def warn_of_masks(model: nn.Module, x: Any) -> None:
         warn_once(
             model,
             f"x[{masks[0]!r}] is a floating-point mask, and floating-point entries of x count as the input, so that "
-            "the third pass is about the mask. Convert it to bool or integers, or name the module whose output is the "
-            'input, as in input_at="embeddings"',
+            "the third pass is about the mask. Convert it to bool or integers, or name the input: an entry of x, as in "
+            'wrt="features", or the module whose output it is, as in input_at="embeddings"',
             MaskWarning,
         )
 

@@ -4,13 +4,24 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._torch_compat import tree_leaves
+from .penalty import Penalty, check_penalty
 from .ranks import check_parallel
+from .wrt import Wrt, as_wrt, check_wrt, inputs_of
+
+
+class InputOptions(Protocol):
+    """The options that say what counts as the input of the net."""
+
+    @property
+    def input_at(self) -> str | None: ...
+    @property
+    def wrt(self) -> Wrt: ...
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,8 @@ class Options:
     input_at: str | None = None
     batch_size: int | None = None
     separate: bool = False
+    penalty: Penalty = "l2"
+    wrt: Wrt = None
     ranks: int = 1
 
     def __post_init__(self) -> None:
@@ -45,6 +58,9 @@ class Options:
                 raise ValueError(f"strength must be a finite number >= 0, got {self.strength!r}")
             if self.alpha != Options.alpha or self.reduction != Options.reduction:
                 raise ValueError("give strength, or alpha and reduction, not both: strength replaces them")
+        check_penalty(self.penalty)
+        object.__setattr__(self, "wrt", as_wrt(self.wrt))
+        check_input_options(self.wrt, self.input_at)
         size = self.batch_size
         if size is not None and (not isinstance(size, Integral) or isinstance(size, bool) or size < 1):
             raise ValueError(f"batch_size must be a positive whole number, got {size!r}")
@@ -88,8 +104,13 @@ def check_model(model: Any) -> None:
         )
 
 
-def check_x(x: Any, options: Options) -> int:
-    """The number of samples in x, which lie along dimension 0."""
+def check_input_options(wrt: Wrt, input_at: str | None) -> None:
+    if wrt is not None and input_at is not None:
+        raise ValueError("give wrt (entries of x) or input_at (a module whose output is the input), not both")
+
+
+def check_tensors(x: Any, wrt: Wrt) -> list[Tensor]:
+    """The tensors of x, or with `wrt` those that it names; there is at least one, and none is empty."""
     if not isinstance(x, (Tensor, tuple, Mapping)):
         raise TypeError(f"x must be a tensor, or a tuple or dict of what the model takes, got {type(x).__name__}")
     tensors = [z for z in tree_leaves(dict(x) if isinstance(x, Mapping) else x) if isinstance(z, Tensor)]
@@ -97,11 +118,19 @@ def check_x(x: Any, options: Options) -> int:
         raise TypeError("x contains no tensor")
     if any(z.is_complex() for z in tensors):
         raise TypeError("x is complex: the input loss is defined for real inputs; pass torch.view_as_real(x)")
+    check_wrt(x, wrt)
+    tensors = tensors if wrt is None else inputs_of(x, wrt)
+    if any(z.numel() == 0 for z in tensors if z.is_floating_point()) or 0 in tensors[0].shape[:1]:
+        raise ValueError(f"x is an empty batch, of shape {tuple(tensors[0].shape)}: there is nothing to learn from")
+    return tensors
+
+
+def check_x(x: Any, options: Options) -> int:
+    """The number of samples, which lie along dimension 0 of the first tensor of x, or of the first that wrt names."""
+    tensors = check_tensors(x, options.wrt)
     if tensors[0].dim() == 0:
         raise ValueError("x has no batch dimension: pass x.unsqueeze(0)")
     samples = tensors[0].shape[0]
-    if samples == 0 or any(z.numel() == 0 for z in tensors if z.is_floating_point()):
-        raise ValueError(f"x is an empty batch, of shape {tuple(tensors[0].shape)}: there is nothing to learn from")
     if options.batch_size is not None and options.batch_size < samples:
         raise ValueError(f"batch_size={options.batch_size} is less than the {samples} samples in x")
     return samples
@@ -118,14 +147,11 @@ def own_loss(output: Any, y: Any) -> Any:
     return loss
 
 
-def check_loss(loss: Any) -> None:
+def check_loss(loss: Any, scalar: str = "the mean over the batch") -> None:
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss_fn must return a tensor, got {type(loss).__name__}")
     if loss.numel() != 1:
-        raise ValueError(
-            f"loss_fn must return a scalar, the mean over the batch, got shape {tuple(loss.shape)}: "
-            'use reduction="mean"'
-        )
+        raise ValueError(f'loss_fn must return a scalar, {scalar}, got shape {tuple(loss.shape)}: use reduction="mean"')
     if not loss.is_floating_point():
         raise TypeError(f"loss_fn must return a floating-point tensor, got {loss.dtype}")
 

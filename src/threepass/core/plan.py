@@ -160,6 +160,24 @@ def make_plan(
     )
 
 
+def joint_plan(tape: Record, compiled: bool) -> Plan:
+    """The plan of a loss on the input gradient: a joint backward pass, in which both terms have the weight 1."""
+    return Plan(
+        terms=Terms.JOINT_BACKWARD,
+        mix_form=MixForm.WEIGHTED,
+        exact=True,
+        compiled=compiled,
+        separate=False,
+        half=tape.half,
+        back=1.0,
+        third=1.0,
+        error_unit=1.0,
+        error_scale=1.0,
+        loss_error=1.0,
+        tangent_scale=1.0,
+    )
+
+
 def _mix_form(tape: Record, options: Options, third: bool, compiled: bool) -> MixForm:
     if not compiled or options.back == 0 or options.separate or _is_joint(tape, options, third):
         return MixForm.WEIGHTED

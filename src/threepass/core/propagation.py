@@ -39,7 +39,8 @@ class Propagation:
     def is_linear(self) -> bool:
         """Whether u is known to be (piecewise) linear in a: then R{d} needs neither d nor t here."""
         if self.linearization is not None:
-            return self.linearization.pull is not None and self.linearization.curve is None
+            has_flat_rule = self.op.rule is not None and self.op.rule.flat
+            return has_flat_rule or (self.linearization.pull is not None and self.linearization.curve is None)
         return not self.op.weights and is_affine(self.op.func)
 
     def forward(self, gradients: Gradients) -> Tensors | None:
@@ -93,6 +94,11 @@ class Propagation:
         *terms, pulled = generic.derive(self.op, self.d, self.t, r, curvature=True, back=not gradients.plan.is_joint)
         self._add_generic(gradients, *terms)
         return pulled
+
+    def free_signals(self) -> None:
+        """Frees d and t: from here on the operation is its Jacobian, and `pull` adds no curvature."""
+        self.d, self.weight_grads = [None] * len(self.d), []
+        self.t, self.s = [None] * len(self.t), None
 
     def _use_error(self, gradients: Gradients) -> None:
         self.add_gradients(gradients)

@@ -131,7 +131,7 @@ def _curved(model, loss_fn, x, y, input_at: str | None) -> tuple[tuple[str, ...]
 
     with autograd_enabled(), unchanged_on_error(model, always=True):
         tape = Record(next(model.parameters()).device.type, module_paths=True)
-        forward(model, loss, x, y, tape, input_at)
+        forward(model, loss, x, y, tape, options)
     names = {op.name.removesuffix("_") for op in of_model}
     return tuple(curved_norms(of_model)), tuple(sorted(names & {*SMOOTH}))
 

@@ -70,7 +70,7 @@ def coverage(model: nn.Module, x: Any, input_at: str | None = None) -> Coverage:
     with autograd_enabled(), unchanged_on_error(model, always=True):
         tape = Record(next(model.parameters()).device.type, module_paths=True)
         try:
-            _, loss = forward(model, _some_loss, x, None, tape, input_at)
+            _, loss = forward(model, _some_loss, x, None, tape, options)
         except UnsupportedError:
             return Coverage(_rows(model, tape, list(tape.operations)), tuple(dict.fromkeys(tape.problems)))
         operations = list(tape.operations)

@@ -3,6 +3,7 @@
 Rectifiers are linear wherever they have a derivative. The others are computed in float32 at least.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from .. import _torch_compat
 from ..kernels.activation.derivatives import gelu_second, gelu_tanh_second, silu_second
+from ..numerics.precision import accumulate_dtype
 from .table import Linearization, rule
 
 _aten = torch.ops.aten
@@ -27,20 +29,20 @@ def relu(u: Tensor, a: Tensor) -> Linearization:
 @rule(torch.tanh, torch.tanh_, Tensor.tanh, Tensor.tanh_, reads="u")
 def tanh(u: Tensor, a: Tensor) -> Linearization:
     """f' = 1 - u², f'' = -2 u f'"""
-    return _smooth(lambda s: _aten.tanh_backward(s, u), u, lambda u: -2 * u * (1 - u * u))
+    return smooth(lambda s: _aten.tanh_backward(s, u), u, lambda u: -2 * u * (1 - u * u))
 
 
 @rule(torch.sigmoid, torch.sigmoid_, Tensor.sigmoid, Tensor.sigmoid_, reads="u")
 def sigmoid(u: Tensor, a: Tensor) -> Linearization:
     """f' = u (1 - u), f'' = f' (1 - 2 u)"""
-    return _smooth(lambda s: _aten.sigmoid_backward(s, u), u, lambda u: u * (1 - u) * (1 - 2 * u))
+    return smooth(lambda s: _aten.sigmoid_backward(s, u), u, lambda u: u * (1 - u) * (1 - 2 * u))
 
 
 @rule(_torch_compat.silu)
 def silu(u: Tensor, a: Tensor) -> Linearization:
     """f = a σ, f'' = σ (1 - σ) (2 + a (1 - 2 σ))"""
     a = a.detach()
-    return _smooth(lambda s: _aten.silu_backward(s, a), a, silu_second)
+    return smooth(lambda s: _aten.silu_backward(s, a), a, silu_second)
 
 
 @rule(F.gelu)
@@ -48,10 +50,26 @@ def gelu(u: Tensor, a: Tensor, approximate: str = "none") -> Linearization:
     """f = a Φ(a), f'' = φ(a) (2 - a²); "tanh": f = a (1 + h) / 2 with h = tanh(k (a + c a³))"""
     a = a.detach()
     second = gelu_second if approximate == "none" else gelu_tanh_second
-    return _smooth(lambda s: _aten.gelu_backward(s, a, approximate=approximate), a, second)
+    return smooth(lambda s: _aten.gelu_backward(s, a, approximate=approximate), a, second)
 
 
-def _smooth(first: Callable[[Tensor], Tensor], z: Tensor, second: Callable[[Tensor], Tensor]) -> Linearization:
+@rule(F.softplus)
+def softplus(u: Tensor, a: Tensor, beta: float = 1, threshold: float = 20) -> Linearization:
+    """f' = σ(β a), f'' = β f' (1 - f'); above the threshold f' is 1"""
+
+    @functools.cache
+    def slope() -> Tensor:
+        wide = a.detach().to(accumulate_dtype(a.dtype))
+        return _aten.softplus_backward(wide.new_ones(()).expand_as(wide), wide, beta, threshold)
+
+    return Linearization(
+        push=lambda t: (slope() * t).to(a.dtype),
+        pull=lambda r: (slope() * r).to(a.dtype),
+        curve=lambda d, t: _aten.sigmoid_backward((d if beta == 1 else beta * d) * t.to(slope().dtype), slope()),
+    )
+
+
+def smooth(first: Callable[[Tensor], Tensor], z: Tensor, second: Callable[[Tensor], Tensor]) -> Linearization:
     """first: r -> conj(f') r, as in pass 2; second: z -> f'', of a or of u. A real tensor is its own conjugate."""
     dtype = torch.promote_types(z.dtype, torch.float32)
     return Linearization(

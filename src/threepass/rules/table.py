@@ -116,7 +116,8 @@ def rule(
         reads: "a": the rule reads its arguments, and of u only shape and dtype; "u": it reads u, and of the first
             argument only shape and dtype (the mask of a ReLU can be read from either). A rule with "u" must accept
             every call.
-        flat: every result of the rule has a `pull` and no `curve`, so that exact mode does not need the output's error.
+        flat: every result of the rule has a `pull` and no `curve`, or a `bend` that reads neither d nor t, so that
+            exact mode does not need the output's error.
         tap: runs the call in pass 1 in place of the function, or returns None. The error d in the `Linearization` is
             then that of a, and pass 2 computes the weights' gradients; `curve` gets them after d and t. The rule must
             accept every call that its tap has run.

@@ -354,7 +354,8 @@ def _plain_step(model: nn.Module, config: Config, loss_fn: LossFn, x: Tensor, y:
 
 def _step(model: nn.Module, config: Config, loss_fn: LossFn, x: Tensor, y: Tensor) -> Callable[[], float]:
     optimizer = make_optimizer(model, dataclasses.replace(config, lr=1e-12))
-    options = Options(config.alpha, config.reduction, config.mode, config.strength, config.input_at)
+    c = config
+    options = Options(c.alpha, c.reduction, c.mode, c.strength, c.input_at, penalty=c.penalty)
 
     def steps() -> None:
         for i in range(config.every):

@@ -13,7 +13,7 @@ from .measures import ATTACKS, final_error, middle
 CURVES = {
     "loss": ("Loss", "Cross-entropy, or the loss that was given."),
     "error": ("Error, %", "Examples classified wrongly; on a logarithmic axis zero lies on the lower edge."),
-    "input_loss": ("Input loss, ½ |dl/dx|²", "Mean over examples, in the units that the net sees."),
+    "input_loss": ("Input loss", "Mean over examples of the penalty, ½ |dl/dx|² by default, in the units of the net."),
 }
 VARIANCES = {"pass2": "Variance of the error, pass 2", "pass3": "Variance of the tangent, pass 3"}
 FEWEST = 3  # strengths or alphas that a figure over them is drawn for

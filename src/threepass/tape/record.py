@@ -156,6 +156,8 @@ class Record(ActivityTracker):
         kwargs = kwargs or {}
         if func is Tensor.register_hook:
             return self._register_hook(*args, **kwargs)
+        if func is torch.autograd.grad and self.recording:
+            self._check_own_gradient((*args, *kwargs.values()))
         if func not in self._open_functions and (body := python_body(func)) is not None:
             self._open_functions.append(func)
             try:
@@ -245,6 +247,14 @@ class Record(ActivityTracker):
         for i, _ in op.active:
             if i not in op.written:
                 self._readers[storage_of(op.values[i])].append((op, i))
+
+    def _check_own_gradient(self, arguments: tuple[Any, ...]) -> None:
+        if any(map(self.is_active, tensors_in(arguments))):
+            self.problem(
+                "autograd.grad",
+                "the model computes a gradient of its own output (forces, say)",
+                "return the value itself, and put the loss on its gradient by threepass.gradient_step",
+            )
 
     def _register_hook(self, z: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Registers a hook that also records the error as the hook changes it: `autograd.grad` returns it unchanged."""

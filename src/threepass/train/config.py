@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from ..compile.programs import check_compile
 from ..core.options import Options
+from ..core.penalty import NAMES
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "step", "cosine")
@@ -37,6 +38,7 @@ class Config:
         reduction: of the input loss: batch, sample
         mode: of the third pass: paper, exact; threepass.advise says which
         strength: of the penalty, instead of alpha and reduction; start with 0.1, then by factors of 3
+        penalty: the input loss of a sample, of its gradient g = dl/dx: l2 (1/2 |g|^2), l1 (sum |g|), norm (|g|)
         sam: radius of sharpness-aware minimisation, with alpha 1; 0: none
         every: run the third pass in every k-th step only
         input_at: the module whose output counts as the input
@@ -75,6 +77,7 @@ class Config:
     reduction: str = "batch"
     mode: str = "paper"
     strength: float | None = None
+    penalty: str = "l2"
     sam: float = 0.0
     every: int = 1
     input_at: str | None = None
@@ -107,6 +110,8 @@ class Config:
         self._check_types()
         object.__setattr__(self, "milestones", tuple(self.milestones))
         Options(self.alpha, self.reduction, self.mode, self.strength, self.input_at)
+        if self.penalty not in NAMES:
+            raise ValueError(f"penalty must be one of {', '.join(NAMES)}, got {self.penalty!r}")
         if self.alpha_end is not None:
             Options(self.alpha_end)
         for name, accepted in {"update": ("batch", "epoch"), "schedule": SCHEDULES, "precision": PRECISIONS}.items():

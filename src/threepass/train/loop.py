@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from ..core.penalty import Penalty
 from . import checkpoint
 from .config import Config
 from .feed import Data
@@ -50,6 +51,7 @@ def fit(
     resume: bool = False,
     loss_fn: LossFn | None = None,
     metric: Metric | None = None,
+    penalty: Penalty | None = None,
     after_step: AfterStep | None = None,
     keep_going: bool = False,
     **settings: Any,
@@ -68,6 +70,7 @@ def fit(
             targets, else cross-entropy with the config's label smoothing.
         metric: `metric(output, y)`, a mean over the batch, reported under the function's name; default: the error, for
             floating-point targets the absolute error.
+        penalty: as for `three_pass`, a name or a function; default: the config's.
         after_step: called with the epoch and the number of batches done.
         keep_going: train on when the loss is not finite; else that raises a `DivergedError`.
         settings: settings as keywords, `fit(model, data, epochs=5, alpha=0.8)`; they replace those of the config.
@@ -76,8 +79,10 @@ def fit(
         raise ValueError("resume needs the folder of the run")
     if resume and config is None:
         config = saved_config(Path(str(folder)))
+    if isinstance(penalty, str):
+        settings, penalty = settings | {"penalty": penalty}, None
     config = (config or Config()).with_settings(settings)
-    trainer = Trainer(model, data, config, loss_fn, metric)
+    trainer = Trainer(model, data, config, loss_fn, metric, penalty)
     if folder is None:
         return _result(trainer.run(after_step, keep_going), model)
     with resumed(Path(folder)) if resume else created(Path(folder)) as files:

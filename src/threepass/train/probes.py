@@ -7,16 +7,19 @@ from torch import nn
 
 from ..core.engine import run as three_passes
 from ..core.options import Options
+from ..core.penalty import Penalty
 from ..inspect.alignment import alignment
 from ..tape.state import unchanged_on_error
 from .config import Config
 from .metrics import LossFn
 
 
-def compare_passes(model: nn.Module, loss_fn: LossFn, x: Any, y: Any, config: Config) -> dict[str, float]:
+def compare_passes(
+    model: nn.Module, loss_fn: LossFn, x: Any, y: Any, config: Config, penalty: Penalty
+) -> dict[str, float]:
     """The norms of the gradients of passes 2 and 3, and the cosine between them."""
     c = config
-    options = Options(c.alpha, c.reduction, c.mode, c.strength, c.input_at, separate=True)
+    options = Options(c.alpha, c.reduction, c.mode, c.strength, c.input_at, separate=True, penalty=penalty)
     with unchanged_on_error(model, always=True):
         r = three_passes(model, loss_fn, x, y, options, warn=False)
     back, third = (

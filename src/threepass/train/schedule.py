@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core.options import Options
+from ..core.penalty import Penalty
 from ..numerics.rounding import seed_of
 from .config import Config
 
@@ -13,8 +14,9 @@ from .config import Config
 class Schedule:
     """Functions of the position, the number of steps before this one in the whole run, and of nothing else."""
 
-    def __init__(self, config: Config, batches: int, samples: int | None):
+    def __init__(self, config: Config, batches: int, samples: int | None, penalty: Penalty | None = None):
         self.config, self.batches, self.samples = config, batches, samples
+        self.penalty = config.penalty if penalty is None else penalty
 
     def alpha(self, position: int) -> float:
         c = self.config
@@ -40,7 +42,7 @@ class Schedule:
     def options(self, position: int) -> Options:
         c = self.config
         whole = self.samples if c.update == "epoch" else None
-        return Options(self.alpha(position), c.reduction, c.mode, c.strength, c.input_at, whole)
+        return Options(self.alpha(position), c.reduction, c.mode, c.strength, c.input_at, whole, penalty=self.penalty)
 
     def table(self, epoch: int) -> Tensor:
         """Of every step of an epoch the weights of both terms, the learning rate and a seed: batches x 4, float64."""

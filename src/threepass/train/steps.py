@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..compile.step import CompiledSteps
+from ..compile.step import CompiledSteps, three_pass_call
 from ..core.engine import Result
 from ..core.engine import run as three_passes
+from ..core.penalty import Penalty
 from ..step import add_to_grad
 from .config import Config
 from .data import Batches, LoaderBatches
@@ -35,12 +36,13 @@ class Steps:
         batches: Batches | LoaderBatches,
         optimizer: Optimizer,
         config: Config,
+        penalty: Penalty | None = None,
     ):
         self.model, self.loss_fn, self.metric, self.config = model, loss_fn, metric, config
         self.batches, self.optimizer = batches, optimizer
         self.device = next(model.parameters()).device
         self.passes = partial(sam, rho=config.sam) if config.sam else three_passes
-        self.schedule = Schedule(config, len(batches), batches.samples)
+        self.schedule = Schedule(config, len(batches), batches.samples, penalty)
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self.curve = torch.zeros((len(batches), 2), dtype=torch.float64, device=self.device)
@@ -99,7 +101,7 @@ class CompiledLoaderSteps(Steps):
             return super(CompiledLoaderSteps, self).add_gradients(x, y, position)
 
         options, third = self.schedule.options(position), self.schedule.third(position)
-        return self.compiled(x, y, options, third, eager, position, None)
+        return self.compiled(x, y, three_pass_call(self.model, self.loss_fn, options, third), eager, position)
 
 
 def in_precision(config: Config, device: torch.device) -> torch.autocast:

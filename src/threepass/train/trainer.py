@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.penalty import Penalty
 from ..errors import DivergedError, warn_caller
 from . import checkpoint
 from .average import MovingAverage
@@ -42,8 +43,10 @@ class Trainer:
         config: Config,
         loss_fn: LossFn | None = None,
         metric: Metric | None = None,
+        penalty: Penalty | None = None,
     ):
         self.model, self.config = model, config
+        self.penalty = config.penalty if penalty is None else penalty
         if config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.device = next(model.parameters()).device
@@ -63,8 +66,8 @@ class Trainer:
     def _make_steps(self) -> None:
         """Steps and validation: eager; recorded, for data in memory; or compiled batch by batch, for loaders."""
         self.batches, self.recorder = self.feed.train, None
-        parts = (self.model, self.loss_fn, self.metric, self.batches, self.optimizer, self.config)
-        measured = (self.model, self.loss_fn, self.metric, self.feed.val, self.config)
+        parts = (self.model, self.loss_fn, self.metric, self.batches, self.optimizer, self.config, self.penalty)
+        measured = (self.model, self.loss_fn, self.metric, self.feed.val, self.config, self.penalty)
         self.evaluate = Validation(*measured)
         if not self.config.compile:
             self.steps = Steps(*parts)
@@ -72,6 +75,7 @@ class Trainer:
             self.steps = CompiledLoaderSteps(*parts)
         else:
             self.recorder = Recorder(self.device, self.model, self.loss_fn, self.config.compile == "require")
+            self.recorder.programs.signature.watch("penalty", self.penalty)
             self.steps = CapturedSteps(*parts, recorder=self.recorder)
             self.evaluate = CapturedValidation(*measured, recorder=self.recorder)
 
@@ -196,7 +200,7 @@ class Trainer:
             metrics |= {f"train_{name}": train["metric"] / n, f"val_{name}": validation["metric"]}
         c, number = self.config, self.epoch + 1
         if c.probe_every and number % c.probe_every == 0:
-            metrics |= compare_passes(self.model, self.loss_fn, *self.feed.first, c)
+            metrics |= compare_passes(self.model, self.loss_fn, *self.feed.first, c, self.penalty)
         if c.align_every and number % c.align_every == 0:
             metrics |= measure_alignment(self.model, self.loss_fn, *self.feed.first, c)
         seconds = time.perf_counter() - began

@@ -13,6 +13,7 @@ from ..compile.signature import Signature
 from ..compile.step import capturable
 from ..core.engine import run as three_passes
 from ..core.options import Options
+from ..core.penalty import Penalty, evaluate
 from ..tape.state import unchanged_on_error
 from .config import Config
 from .data import Batches, LoaderBatches
@@ -39,8 +40,10 @@ class Validation:
         metric: Metric | None,
         batches: Batches | LoaderBatches,
         config: Config,
+        penalty: Penalty | None = None,
     ):
         self.model, self.loss_fn, self.metric, self.batches, self.config = model, loss_fn, metric, batches, config
+        self.penalty = config.penalty if penalty is None else penalty
         self.device = next(model.parameters()).device
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
 
@@ -62,7 +65,7 @@ class Validation:
             if isinstance(x, Tensor) and x.is_floating_point() and self.config.input_at is None:
                 output, loss, input_loss = self._by_autograd(x, y)
             else:
-                options = Options(alpha=1.0, input_at=self.config.input_at)
+                options = Options(alpha=1.0, input_at=self.config.input_at, penalty=self.penalty)
                 r = three_passes(self.model, self.loss_fn, x, y, options, third=False, warn=False)
                 output, loss, input_loss = r.output, r.loss, r.input_loss
             value = 0.0 if self.metric is None else self.metric(output, y)
@@ -75,7 +78,8 @@ class Validation:
             loss = self.loss_fn(output, y)
         (dx,) = torch.autograd.grad(loss, x)
         output = tree_map(lambda z: z.detach() if isinstance(z, Tensor) else z, output)
-        return output, loss.detach(), 0.5 * dx.double().square().sum() * len(x)
+        input_loss, _ = evaluate(self.penalty, [dx.double() * len(x)], len(x), lambda g: g[0])
+        return output, loss.detach(), input_loss
 
 
 class CapturedValidation(Validation):

@@ -1,0 +1,119 @@
+"""Penalties on the input gradient: the mean over the samples of penalty(g_i), with g_i = dl_i/dx_i.
+
+    "l2"       1/2 |g_i|^2        t_0 = g_i
+    "l1"       sum |g_i|          t_0 = sign(g_i)
+    "norm"     |g_i|              t_0 = g_i / |g_i|, and 0 where g_i is 0
+    callable   one number a sample, by autograd
+
+Pass 3 starts from t_0 = d penalty(g_i) / dg_i in place of g_i; everything after that is the same, because the gradient
+of the penalty is d/dw < t_0 , dl/dx > with t_0 held fixed.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch_compat import no_dispatch_modes
+
+NAMES = ("l2", "l1", "norm")
+Penalty = str | Callable[[Any], Tensor]
+
+_checked: "weakref.WeakSet[Callable[[Any], Tensor]]" = weakref.WeakSet()  # callables that do not mix samples
+
+
+def check_penalty(penalty: Any) -> None:
+    if not callable(penalty) and (not isinstance(penalty, str) or penalty not in NAMES):
+        raise ValueError(f'penalty must be "l2", "l1", "norm" or a function of the input gradients, got {penalty!r}')
+
+
+def evaluate(
+    penalty: Penalty, g: Sequence[Tensor], samples: int, structure: Callable[[list[Tensor]], Any]
+) -> tuple[Tensor, list[Tensor]]:
+    """The penalty's mean over the samples, and its derivative t_0 at each tensor of g.
+
+    Args:
+        g: the per-sample gradients dl_i/dx_i, one tensor for each input of the net.
+        structure: arranges such tensors as a callable penalty expects them.
+    """
+    leaves = [z.detach().requires_grad_() for z in g]
+    with torch.enable_grad():
+        if isinstance(penalty, str):
+            total = _by_name(penalty, leaves, samples)
+        else:
+            values = _values(penalty, structure(leaves), samples)
+            _check_samples(penalty, values, leaves)
+            total = values.sum()
+        slopes = torch.autograd.grad(total, leaves, allow_unused=True)
+    t_0 = [torch.zeros_like(z) if t is None else t for t, z in zip(slopes, leaves, strict=True)]
+    if callable(penalty):
+        check_finite("penalty(g)", "g", t_0, leaves)
+    return total.detach() / samples, t_0
+
+
+def _by_name(name: str, g: list[Tensor], samples: int) -> Tensor:
+    """The sum over the samples of a penalty that has a name."""
+    if name == "l2":
+        return torch.stack([0.5 * z.square().sum() for z in g]).sum()
+    if name == "l1":
+        return torch.stack([z.abs().sum() for z in g]).sum()
+    for z in g:
+        if z.dim() == 0 or z.shape[0] != samples:
+            raise ValueError(
+                f'penalty="norm" takes the norm of each of the {samples} samples, but the input has shape '
+                f"{tuple(z.shape)}, whose dimension 0 is not the samples"
+            )
+    return torch.linalg.vector_norm(torch.cat([z.flatten(1) if z.dim() > 1 else z[:, None] for z in g], 1), dim=1).sum()
+
+
+def _values(penalty: Callable[[Any], Tensor], g: Any, samples: int) -> Tensor:
+    """What a callable penalty returns, which has to be one number a sample, computed from g."""
+    values = penalty(g)
+    if not isinstance(values, Tensor) or values.shape != (samples,):
+        found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(
+            f"penalty must return one number a sample, a tensor of shape ({samples},), got {found}: sum over all "
+            "dimensions but the first, as in g.flatten(1).abs().sum(1)"
+        )
+    if not values.requires_grad:
+        raise ValueError(
+            "penalty(g) is not differentiable in g: its result has no grad_fn. Use differentiable torch operations, "
+            "without detach, no_grad, item or integer results"
+        )
+    return values
+
+
+def _check_samples(penalty: Callable[[Any], Tensor], values: Tensor, g: list[Tensor]) -> None:
+    """Refuses a penalty whose first number depends on another sample's gradient; looks at each callable once."""
+    with contextlib.suppress(TypeError):  # takes no weak reference: it is looked at in every call
+        if penalty in _checked:
+            return
+    with no_dispatch_modes():
+        slopes = torch.autograd.grad(values[0], g, retain_graph=True, allow_unused=True)
+        others = [t[1:] for t in slopes if t is not None]
+        if any(bool((t.isfinite() & (t != 0)).any()) for t in others):
+            raise ValueError(
+                "penalty mixes samples: its value for sample 0 depends on the gradients of other samples. It must be "
+                "computed for each sample on its own; use threepass.gradient_step for a loss on all of g at once"
+            )
+    with contextlib.suppress(TypeError):
+        _checked.add(penalty)
+
+
+def check_finite(what: str, of: str, t_0: Sequence[Tensor], g: Sequence[Tensor]) -> None:
+    """Raises where a derivative is NaN or infinite although the gradient that it is taken at is finite."""
+    with torch.no_grad(), no_dispatch_modes():
+        for i, (t, z) in enumerate(zip(t_0, g, strict=False)):
+            bad = ~torch.isfinite(t)
+            if not bool(bad.any()) or not bool(torch.isfinite(z).all()):
+                continue
+            zeros = int((bad & (z == 0)).sum())
+            at = f"; {zeros} of them where {of} is 0" if zeros else ""
+            raise FloatingPointError(
+                f"the derivative of {what} with respect to {of} is NaN or infinite in {int(bad.sum())} of {t.numel()} "
+                f"entries (input {i}{at}), although {of} is finite. A square root or a norm at 0 and a logarithm do "
+                "this: add a small constant inside, as in (g.square().sum(1) + 1e-12).sqrt()"
+            )

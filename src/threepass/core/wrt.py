@@ -1,0 +1,85 @@
+"""Which tensors of x count as the input of the net, and gradients in the structure in which the caller sees them.
+
+wrt=None            every floating-point tensor of x; gradients are structured like x, with None for the rest
+wrt="pos"           one entry of a dict x (of a tuple x: its index); the gradient is a tensor
+wrt=("pos", "cell") several entries; the gradients are a dict of them
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from .._torch_compat import tree_map
+
+Key = str | int
+Wrt = Key | tuple[Key, ...] | None
+
+
+def as_wrt(wrt: Any) -> Wrt:
+    """The option in a form that can be compared and hashed."""
+    if wrt is None or _is_key(wrt):
+        return wrt
+    if not isinstance(wrt, (tuple, list)) or not wrt or not all(map(_is_key, wrt)) or len(set(wrt)) < len(wrt):
+        raise ValueError(
+            f"wrt must be the name of an entry of a dict x, the index of one of a tuple x, or several of them, "
+            f"each once; got {wrt!r}"
+        )
+    return tuple(wrt)
+
+
+def check_wrt(x: Any, wrt: Wrt) -> None:
+    """Refuses a `wrt` that does not name floating-point tensors of x."""
+    if wrt is None:
+        return
+    if isinstance(x, Tensor):
+        raise ValueError(f"wrt={wrt!r} names entries of a dict or tuple x, but x is a tensor: leave wrt out")
+    entries = _entries(x)
+    for key in _keys(wrt):
+        if key not in entries:
+            raise ValueError(f"wrt names {key!r}, which x does not have; it has: {', '.join(map(repr, entries))}")
+        z = entries[key]
+        if not is_float(z):
+            kind = f"a tensor of {z.dtype}" if isinstance(z, Tensor) else f"a {type(z).__name__}"
+            raise TypeError(f"wrt names x[{key!r}], which is {kind}: only floating-point tensors have gradients")
+
+
+def map_inputs(x: Any, wrt: Wrt, fn: Callable[[Tensor], Any]) -> Any:
+    """x with fn applied to the tensors that count as the input, in the order of x."""
+    if wrt is None:
+        return tree_map(lambda z: fn(z) if is_float(z) else z, x)
+    chosen = _keys(wrt)
+    replaced = {key: fn(z) if key in chosen else z for key, z in _entries(x).items()}
+    return replaced if isinstance(x, Mapping) else tuple(replaced.values())
+
+
+def inputs_of(x: Any, wrt: Wrt) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_inputs(x, wrt, found.append)
+    return found
+
+
+def like_inputs(x: Any, wrt: Wrt, tensors: list[Tensor]) -> Any:
+    """One tensor for each of `inputs_of(x, wrt)`, in the structure of the gradients."""
+    rest = iter(tensors)
+    if wrt is None:
+        return tree_map(lambda z: next(rest) if is_float(z) else None, x)
+    chosen = _keys(wrt)
+    named = {key: next(rest) for key in _entries(x) if key in chosen}
+    return {key: named[key] for key in wrt} if isinstance(wrt, tuple) else named[wrt]
+
+
+def is_float(z: Any) -> bool:
+    return isinstance(z, Tensor) and z.is_floating_point()
+
+
+def _entries(x: Any) -> dict[Any, Any]:
+    return dict(x) if isinstance(x, Mapping) else dict(enumerate(x))
+
+
+def _keys(wrt: Key | tuple[Key, ...]) -> tuple[Key, ...]:
+    return wrt if isinstance(wrt, tuple) else (wrt,)
+
+
+def _is_key(key: Any) -> bool:
+    return isinstance(key, (str, int)) and not isinstance(key, bool)

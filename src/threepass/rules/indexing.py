@@ -1,0 +1,75 @@
+"""Gathers and scatters: linear in the tensors that they move, so that a signal takes the way of the values.
+
+gather   u = a[index]                       pull adds what was read several times
+scatter  u = a + sum of source at index     pull reads where the sum was added
+"""
+
+import torch
+from torch import Tensor
+
+from .table import Linearization, Signal, rule
+
+
+@rule(Tensor.__getitem__, flat=True)
+def getitem(u: Tensor, a: Tensor, index) -> Linearization | None:
+    """u = a[index] for one vector of whole numbers: the ends of edges, say."""
+    if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
+        return None
+    rows = torch.where(index < 0, index + a.shape[0], index)
+    return _selected(a, 0, rows)
+
+
+@rule(torch.index_select, Tensor.index_select, flat=True)
+def index_select(u: Tensor, a: Tensor, dim: int, index: Tensor) -> Linearization | None:
+    return _selected(a, dim, index)
+
+
+def _selected(a: Tensor, dim: int, index: Tensor) -> Linearization | None:
+    if a.dim() == 0:
+        return None
+    return Linearization(
+        push=lambda t: t.index_select(dim, index),
+        pull=lambda r: r.new_zeros(a.shape).index_add_(dim, index, r),
+    )
+
+
+@rule(torch.gather, Tensor.gather, flat=True)
+def gather(u: Tensor, a: Tensor, dim: int, index: Tensor, sparse_grad: bool = False) -> Linearization:
+    return Linearization(
+        push=lambda t: t.gather(dim, index),
+        pull=lambda r: r.new_zeros(a.shape).scatter_add_(dim, index, r),
+    )
+
+
+@rule(torch.index_add, Tensor.index_add, Tensor.index_add_, arity=4, flat=True)
+def index_add(u: Tensor, a: Tensor, dim: int, index: Tensor, source: Tensor, alpha: float = 1) -> Linearization | None:
+    if a.dim() == 0:
+        return None
+
+    def push(t_a: Tensor | None, _dim: None, _index: None, t_source: Tensor | None) -> Tensor:
+        base = source.new_zeros(u.shape) if t_a is None else t_a
+        return base if t_source is None else base.index_add(dim, index, t_source, alpha=alpha)
+
+    def pull(r: Signal, d: Signal, t: Signal) -> Signal:
+        return [None] * 4 if r[0] is None else [r[0], None, None, _times(alpha, r[0].index_select(dim, index))]
+
+    return Linearization(push=push, bend=pull)
+
+
+@rule(torch.scatter_add, Tensor.scatter_add, Tensor.scatter_add_, arity=4, flat=True)
+def scatter_add(u: Tensor, a: Tensor, dim: int, index: Tensor, src: Tensor) -> Linearization | None:
+    if src.shape != index.shape:  # only a part of src is read
+        return None
+
+    def push(t_a: Tensor | None, _dim: None, _index: None, t_src: Tensor | None) -> Tensor:
+        base = src.new_zeros(u.shape) if t_a is None else t_a
+        return base if t_src is None else base.scatter_add(dim, index, t_src)
+
+    def pull(r: Signal, d: Signal, t: Signal) -> Signal:
+        return [None] * 4 if r[0] is None else [r[0], None, None, r[0].gather(dim, index)]
+
+    return Linearization(push=push, bend=pull)
+
+
+def _times(factor: float, z: Tensor) -> Tensor:
+    return z if factor == 1 else factor * z
