@@ -122,3 +122,19 @@ def test_compiled(monkeypatch):
     sum(losses).backward()
     one, two = (threepass.three_pass(model, F.cross_entropy, z, y, alpha=0.3).grads for z in (x, 2 * x))
     assert_close(grads(model), {name: one[name] + two[name] for name in one}, 1e-12)
+
+
+def test_a_loss_on_the_input_gradient():
+    model, x, _ = problem()
+
+    def loss_fn(output, g, y):
+        return (g - y).square().mean() + output.square().mean()
+
+    y = torch.randn(6, 5).double()
+    expected = threepass.gradient_step(model, loss_fn, x, y)
+    step = threepass.GradientStep(model, loss_fn)
+    loss = step.loss(x, y)
+    torch.testing.assert_close(loss.detach(), expected.loss)
+    (2 * loss).backward()
+    assert_close(grads(model), {name: 2 * g for name, g in expected.grads.items()}, 1e-14)
+    torch.testing.assert_close(step.result.input_grad, expected.input_grad)

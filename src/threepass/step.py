@@ -34,6 +34,7 @@ class _Step:
         check_compile(compile)
         self.model, self.loss_fn, self.calls = model, loss_fn, 0
         self.scaler: GradScaler | None = None
+        self.result: Any = None  # of the last call of `loss`
         self.compiled = CompiledSteps(model, loss_fn, required=compile == "require") if compile else None
         if is_wrapped_by_compile(model) and not compile:
             warn_caller(
@@ -57,6 +58,20 @@ class _Step:
         r = eager() if self.compiled is None else self.compiled(x, y, call(), eager, self.calls, self.scaler)
         self.calls += 1
         return r
+
+    def _loss(
+        self, x: Any, y: Any, run: Callable[[nn.Module, Any], AnyResult], call: Callable[[], Call], mean: float = 1.0
+    ) -> Tensor:
+        """One call as a loss, whose backward adds the gradients times mean. Arguments as for `_step`."""
+        if isinstance(self.model, DistributedDataParallel):
+            loss, self.result = self._through_ddp(self.model, x, run, mean)
+        else:
+            steps, eager = self.compiled, partial(run, self.model, x)
+            self.result = eager() if steps is None else steps(x, y, call(), eager, self.calls, add=False)
+            with torch.inference_mode(False), torch.enable_grad():
+                loss = self._carried(self.model, self.result, mean).loss()
+        self.calls += 1
+        return loss
 
     def _through_ddp(
         self, ddp: DistributedDataParallel, x: Any, run: Callable[[nn.Module, Any], AnyResult], mean: float = 1.0
@@ -164,7 +179,6 @@ class ThreePass(_Step):
         Options(self.alpha(0), **self.options)
         super().__init__(model, loss_fn or own_loss, compile)
         self.scaler = scaler
-        self.result: Result | None = None
         self._watch, self._is_first = AccumulationWatch(), True
 
     def __call__(self, x: Any, y: Any = None) -> Result:
@@ -204,17 +218,7 @@ class ThreePass(_Step):
         def run(model: nn.Module, x: Any) -> Result:
             return self._run(model, x, y, options, third)
 
-        if isinstance(self.model, DistributedDataParallel):
-            loss, self.result = self._through_ddp(self.model, x, run, mean)
-        else:
-            call = three_pass_call(self.model, self.loss_fn, options, third)
-            steps, eager = self.compiled, partial(run, self.model, x)
-            self.result = eager() if steps is None else steps(x, y, call, eager, self.calls, add=False)
-            assert self.result is not None
-            with torch.inference_mode(False), torch.enable_grad():
-                loss = self._carried(self.model, self.result, mean).loss()
-        self.calls += 1
-        return loss
+        return self._loss(x, y, run, lambda: three_pass_call(self.model, self.loss_fn, options, third), mean)
 
     def _options(self) -> tuple[Options, bool]:
         """The options of the next call, and whether it runs the third pass."""
@@ -279,11 +283,17 @@ class GradientStep(_Step):
 
     def __call__(self, x: Any, y: Any = None) -> GradientResult:
         """Runs one step on a batch and adds its gradients to `p.grad`."""
+        return self._step(x, y, partial(self._run, y=y), self._call)
 
-        def run(model: nn.Module, x: Any) -> GradientResult:
-            return gradient_loss.run(model, self.loss_fn, x, y, _inside(self.model, model, self.options))
+    def loss(self, x: Any, y: Any = None) -> Tensor:
+        """Runs one step on a batch; returns the loss, whose `backward()` adds the step's gradients: see `ThreePass`."""
+        return self._loss(x, y, partial(self._run, y=y), self._call)
 
-        return self._step(x, y, run, lambda: gradient_call(self.model, self.loss_fn, self.options))
+    def _run(self, model: nn.Module, x: Any, y: Any) -> GradientResult:
+        return gradient_loss.run(model, self.loss_fn, x, y, _inside(self.model, model, self.options))
+
+    def _call(self) -> Call:
+        return gradient_call(self.model, self.loss_fn, self.options)
 
 
 def _inside(outer: nn.Module, model: nn.Module, options: Any) -> Any:
