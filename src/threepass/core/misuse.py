@@ -45,7 +45,7 @@ class AccumulationWatch:
         p = next((p for p in parameters if p.requires_grad), None)
         if p is None:
             return None
-        return (p._version, -1, -1) if p.grad is None else (p._version, p.grad.data_ptr(), p.grad._version)
+        return (p._version, -1, -1) if p.grad is None else (p._version, id(p.grad), p.grad._version)
 
 
 def warn_of_sum(
