@@ -42,7 +42,8 @@ from threepass.core.engine import run as three_passes
 from threepass.core.options import Options
 from threepass.train.config import Config
 from threepass.train.data import DataSet, Split, load
-from threepass.train.loop import fit, numerics
+from threepass.train.loop import fit
+from threepass.train.numerics import numerics
 from threepass.train.runs import build
 from threepass.train.steps import in_precision
 

@@ -33,6 +33,8 @@ def test_help_is_complete(capsys):
     shown = capsys.readouterr().out
     for field in dataclasses.fields(Config):
         assert "--" + field.name.replace("_", "-") in shown
+    for word in ("--strength 0.1", "factors", "threepass.advise", "recipe"):
+        assert word in shown
 
 
 def test_the_program_alone_shows_its_help_and_version(capsys):

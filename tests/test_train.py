@@ -17,8 +17,9 @@ import threepass
 from threepass.train import checkpoint
 from threepass.train.config import Config
 from threepass.train.data import DataSet, Split
-from threepass.train.loop import Trainer, fit
+from threepass.train.loop import fit
 from threepass.train.schedule import Schedule
+from threepass.train.trainer import Trainer
 
 
 def data(n=40, classes=3) -> DataSet:

@@ -170,9 +170,12 @@ def train(
 ) -> None:
     """Train a model on a data set; metrics and checkpoints go to runs/NAME.
 
-    Which number to turn: start with --strength 0.1 and change it by factors of 3; threepass.advise(model, loss_fn, x,
-    y) says which mode. Settings that you leave out come from the recipe of the model and data set, if there is one
-    (mlp on digits or mnist, plain20 on cifar10 or cifar100); run.json has all of them.
+    Which number to turn: start with --strength 0.1 and change it by factors
+    of 3. Which mode: ask threepass.advise in Python.
+
+    Settings that you leave out come from the recipe of the model and data set
+    (mlp on digits or mnist, plain20 and the like on cifar10 or cifar100), else
+    they have the defaults below. run.json has all that were used.
 
     Args:
         name: of the run; default: MODEL-DATA. An existing run is never overwritten.
@@ -195,11 +198,11 @@ def train(
         trainer.begin(folder)
         run.write(folder.path)
         try:
-            result = trainer.run(keep_going=keep_going)
+            history = trainer.run(keep_going=keep_going)
         except (KeyboardInterrupt, SystemExit):
             print(f"threepass: to go on: threepass train --resume {folder.path}", file=sys.stderr)
             raise
-    last = result.history[-1]
+    last = history[-1]
     print(f"{folder.path}: epoch {last['epoch']}, loss {last['train_loss']:.4f}, {in_words(last)}")
 
 
@@ -216,7 +219,8 @@ def compare(
 ) -> None:
     """Train by two passes and by three, on the same data order and initialisation, and write a report to runs/NAME.
 
-    Settings, alphas and strengths that you leave out come from the recipe of the model and data set, as in train.
+    Settings, alphas and strengths that you leave out come from the recipe of
+    the model and data set, as in train.
 
     Args:
         demo: a small net on digits, with settings of its own: what `make demo` runs, in about two minutes.

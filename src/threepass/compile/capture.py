@@ -9,14 +9,13 @@ recorded as a CUDA graph and replayed: its inputs and outputs then have fixed pl
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import CaptureError, UncheckedWarning
+from ..errors import CaptureError, UncheckedWarning, warn_caller
 from . import inductor
 from .check import check
 from .cuda_graph import CudaGraph
@@ -122,7 +121,7 @@ def _checked(captured: Captured, inputs: Sequence[Tensor], places: Sequence[int]
         ) from error
     except torch.OutOfMemoryError:
         text = "there is not enough memory to compare the compiled step with a float64 reference: it is used unchecked"
-        warnings.warn(text, UncheckedWarning, stacklevel=2)
+        warn_caller(text, UncheckedWarning)
         return 0.0
 
 

@@ -54,7 +54,8 @@ def warn_of_sum(
     """Warns if the loss is a sum over the batch: it then doubles when every sample comes twice, and a mean does not."""
     if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.buffers()):
         return  # another call might move them
-    samples = next(len(z) for z in tree_leaves(x) if isinstance(z, Tensor))
+    leaves = tree_leaves(dict(x) if isinstance(x, Mapping) else x)
+    samples = next(len(z) for z in leaves if isinstance(z, Tensor))
 
     def twice(z: Any) -> Any:
         return torch.cat([z, z]) if isinstance(z, Tensor) and z.dim() and len(z) == samples else z

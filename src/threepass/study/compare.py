@@ -38,8 +38,9 @@ from ..train.checkpoint import code_version
 from ..train.config import Config
 from ..train.data import Batches, DataSet, load
 from ..train.folder import fresh
-from ..train.loop import Trainer, fit
+from ..train.loop import fit
 from ..train.optimizer import make_optimizer
+from ..train.trainer import Trainer
 from . import robust
 from .gather import read
 from .report import report

@@ -20,7 +20,7 @@ def totals(study: Study) -> Table:
         values = [group.values(of) for group in study.groups]
         write = same_digits([z for seeds in values for z in seeds])
         for row, group, seeds in zip(cells, study.groups, values, strict=True):
-            spread = f"± {write(stdev(seeds))}" if len(seeds) > 1 else ""
+            spread = f"±\N{NO-BREAK SPACE}{write(stdev(seeds))}" if len(seeds) > 1 else ""
             is_best = better is not None and _is_best(group, study.groups, of, better)
             row.append(Cell(write(fmean(seeds)), spread, best=is_best) if seeds else Cell("–"))
     caption = "On validation examples, but for the training loss: mean ± standard deviation over seeds; ★: best mean."

@@ -1,22 +1,57 @@
 """What is checked before a run begins: that the model, the loss, the data and the settings fit each other."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._torch_compat import tree_leaves
+from ..core.misuse import warn_of_masks, warn_of_sum
+from ..core.options import check_loss
 from ..errors import reason_of
 from ..tape.state import unchanged_on_error
 from .config import Config
 from .feed import Feed
-from .metrics import IGNORED
+from .metrics import IGNORED, LossFn, Metric, cross_entropy, default_metric, mean_squared_error, name_of
 
 WRONG = (RuntimeError, ValueError, IndexError, TypeError)  # what modules raise for inputs that they do not take
 
 
-def first_output(model: nn.Module, feed: Feed, config: Config) -> Any:
+def choose_loss_and_metric(
+    model: nn.Module, feed: Feed, config: Config, loss_fn: LossFn | None, metric: Metric | None
+) -> tuple[LossFn, Metric | None]:
+    """Those given, or the defaults for the targets; tried on a batch."""
+    output, y = _first_output(model, feed, config), feed.first[1]
+    is_default = loss_fn is None
+    if loss_fn is None:
+        _check_outputs(output, feed)
+        smoothed = partial(cross_entropy, label_smoothing=config.label_smoothing)
+        loss_fn = mean_squared_error if y.is_floating_point() else smoothed
+    if config.label_smoothing and not (is_default and loss_fn is not mean_squared_error):
+        raise ValueError("label_smoothing is that of the default cross-entropy, which is not used here: leave it out")
+    metric = default_metric(output, y) if metric is None else metric
+    with torch.no_grad(), unchanged_on_error(model, always=True):
+        loss = loss_fn(output, y)
+        check_loss(loss)
+        if metric is not None and torch.as_tensor(metric(output, y)).numel() != 1:
+            raise ValueError(f"metric {name_of(metric)!r} must return one number, a mean over the batch")
+    warn_of_sum(model, loss_fn, feed.first[0], y, output, loss)
+    _check_monitor(config, metric)
+    if config.input_at is None:
+        warn_of_masks(model, feed.first[0])
+    return loss_fn, metric
+
+
+def _check_monitor(config: Config, metric: Metric | None) -> None:
+    measured = ["loss", "input_loss"] if metric is None else ["loss", "input_loss", name_of(metric)]
+    known = [f"{part}_{name}" for part in ("val", "train") for name in measured]
+    if config.monitor not in known:
+        raise ValueError(f"monitor must be one of {', '.join(known)}, got {config.monitor!r}")
+
+
+def _first_output(model: nn.Module, feed: Feed, config: Config) -> Any:
     """The model's output for a batch, in eval mode, which changes nothing; what does not fit is an error in words."""
     if config.input_at is not None and config.input_at not in dict(model.named_modules()):
         names = ", ".join([name for name, _ in model.named_modules() if name][:20])
@@ -38,7 +73,7 @@ def first_output(model: nn.Module, feed: Feed, config: Config) -> Any:
         model.train(before)
 
 
-def check_outputs(output: Any, feed: Feed) -> None:
+def _check_outputs(output: Any, feed: Feed) -> None:
     """That the default losses can compare the output with the targets."""
     y = feed.first[1]
     if not isinstance(output, Tensor) or not isinstance(y, Tensor):

@@ -52,7 +52,10 @@ class RunFolder:
 
     def write_metrics(self, history: Sequence[dict[str, Any]]) -> None:
         beside = self.path / "metrics.jsonl.new"
-        beside.write_text("".join(json.dumps(metrics) + "\n" for metrics in history))
+        try:
+            beside.write_text("".join(json.dumps(metrics) + "\n" for metrics in history))
+        except OSError as error:
+            raise OSError(f"could not write {self.path / 'metrics.jsonl'} ({error})") from error
         beside.replace(self.path / "metrics.jsonl")
 
     def write_events(self, scalars: Sequence[tuple[str, float, int]], first: int) -> None:

@@ -15,7 +15,7 @@ from ..init import init_
 from .config import Config
 from .data import DataSet, load
 from .files import Kinds, read_object
-from .loop import Trainer
+from .trainer import Trainer
 
 KEYS: dict[str, Kinds] = {
     "data": (str,), "model": (str,), "model_options": (dict,), "init": (str, type(None)),

@@ -60,7 +60,7 @@ class Plot {
     const xs = this.data.lines.flatMap(z => z.x);
     [this.start, this.stop] = xs.length ? [Math.min(...xs), Math.max(...xs)] : [0, 1];
     if (ticks) [this.start, this.stop] = [-0.3, Math.max(this.stop, ticks.length - 1) + 0.3];
-    this.whole_x = xs.every(Number.isInteger);
+    this.wholeX = xs.every(Number.isInteger);
     const values = lines.flatMap(z => [...z.y, ...(z.low || []), ...(z.high || [])]).filter(y => y !== null);
     this.floor = 0.6 * Math.min(...values.filter(y => y > 0), 1e300);
     const seen = values.filter(y => this.has(y)).map(y => this.bend(y));
@@ -89,7 +89,7 @@ class Plot {
     this.svg.dataset.whole = `0 0 ${this.wide} ${this.whole}`;
     this.svg.querySelector(".paper").setAttribute("width", this.wide);
     this.frame();
-    for (const old of all(":scope > .drawn, :scope > [data-series], :scope > .start", this.svg)) old.remove();
+    for (const old of all(":scope > [data-series], :scope > .start", this.svg)) old.remove();
     const key = this.svg.querySelector(".key");
     for (const line of this.data.lines) this.svg.insertBefore(this.line(line), key);
   }
@@ -104,7 +104,7 @@ class Plot {
     const every = ticks && Math.ceil(ticks.length * 7 * Math.max(...ticks.map(t => t.length)) / room);
     const columns = ticks
       ? ticks.map((text, i) => [i, text]).filter(([i]) => i % every === 0)
-      : steps(this.start, this.stop, Math.min(10, room / 50), this.whole_x).map(x => [x, number(x)]);
+      : steps(this.start, this.stop, Math.min(10, room / 50), this.wholeX).map(x => [x, number(x)]);
     for (const [x, text] of columns)
       parts.push(element("path", { class: "tick", d: `M${this.across(x).toFixed(1)} ${high - bottom}v4` }),
         element("text", { x: this.across(x).toFixed(1), y: high - bottom + 16, "text-anchor": "middle" }, text));
