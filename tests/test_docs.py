@@ -106,6 +106,15 @@ def test_costs_with_rounded_operands_are_those_of_the_result_file(page):
     assert f"takes {paper:.2f}x in paper mode and {exact:.2f}x in exact mode" in text
 
 
+def test_costs_of_gradient_losses_are_those_of_the_result_files():
+    page = (ROOT / "docs" / "gradient-losses.md").read_text()
+    for name in ("cpu-schnet", "cpu-schnet-small"):
+        report = json.loads((ROOT / "results" / "gradient-losses" / f"{name}.json").read_text())
+        plain, double, ours = report["seconds"].values()
+        size = f"{report['settings']['atoms']} atoms, {report['settings']['edges']:,} edges"
+        assert f"| {size} | {double / plain:.1f}x | {ours / plain:.1f}x |" in page
+
+
 def test_captures_are_those_of_the_result_file():
     report = json.loads((BENCH / "h200-captures.json").read_text())
     checks = [check for row in report["rows"] for check in row["checks"]]
