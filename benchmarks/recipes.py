@@ -61,7 +61,7 @@ def measure(data: DataSet, settings: dict[str, Any]) -> dict[str, Any]:
     config = Config(probe_every=0, **settings)
     torch.manual_seed(config.seed)
     model = build("mlp", data)
-    last = fit(model, data, config).history[-1]
+    last = fit(model, data, config, keep_going=True).history[-1]
     diverged = not math.isfinite(last["train_loss"])
     row = {"settings": settings, "diverged": diverged, "val_error": last["val_error"]}
     if diverged:
