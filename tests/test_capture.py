@@ -556,6 +556,7 @@ def test_state_around_the_model_moves_once_a_call(traced_only):
         assert loss.calls == calls
 
 
+@pytest.mark.filterwarnings("ignore::threepass.errors.AccumulationWarning")
 def test_another_module_hook_or_parameter_is_another_kind(traced_only):
     model, x, y = problem("mlp")
     step = threepass.ThreePass(model, F.cross_entropy, compile=True)

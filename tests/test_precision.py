@@ -93,6 +93,7 @@ def test_rounding_has_the_right_mean_and_moves_no_generator(dtype):
 
 
 @FORMATS
+@pytest.mark.filterwarnings("ignore::threepass.errors.LossReductionWarning")
 def test_step_rounds_half_gradients_without_bias(dtype):
     """p.grad is in the parameter's own format; over draws it still holds all of the third pass."""
     kept = []
