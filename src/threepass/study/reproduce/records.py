@@ -64,6 +64,7 @@ def compact(record: Record) -> str:
 
 def make_record(job: Job, run: Run, history: list[dict[str, Any]], measured: dict[str, Any]) -> Record:
     """A run's record. Numbers that are not finite are null; the run has diverged if its last epoch has such losses."""
+    run = dataclasses.replace(run, data_dir=None)  # where the data lay on that machine
     curves = {
         name: [_rounded(epoch.get(name), digits) for epoch in history]
         for name, digits in CURVES.items()
