@@ -138,3 +138,16 @@ def test_a_loss_on_the_input_gradient():
     (2 * loss).backward()
     assert_close(grads(model), {name: 2 * g for name, g in expected.grads.items()}, 1e-14)
     torch.testing.assert_close(step.result.input_grad, expected.input_grad)
+
+
+def test_a_summed_loss_is_noticed():
+    model, x, y = problem()
+    step = threepass.ThreePass(model, nn.CrossEntropyLoss(reduction="sum"), strength=0.1)
+    with pytest.warns(threepass.errors.LossReductionWarning, match="is a sum over the batch"):
+        step.loss(x, y)
+
+
+def test_arguments_in_the_wrong_order():
+    model, *_ = problem()
+    with pytest.raises(TypeError, match="the model comes first"):
+        threepass.ThreePass(F.cross_entropy, model)

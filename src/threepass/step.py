@@ -31,6 +31,8 @@ class _Step:
     """What `ThreePass` and `GradientStep` share: a call runs eagerly or as a captured program, and adds to `p.grad`."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor], compile: bool | str):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}: the model comes first")
         check_compile(compile)
         self.model, self.loss_fn, self.calls = model, loss_fn, 0
         self.scaler: GradScaler | None = None
@@ -192,11 +194,7 @@ class ThreePass(_Step):
 
         r = self._step(x, y, run, lambda: three_pass_call(self.model, self.loss_fn, options, third))
         self._watch.after_call(self.model.parameters())
-        if self._is_first:
-            self._is_first = False
-            warn_of_sum(self.model, self.loss_fn, x, y, r.output, r.loss)
-            if options.input_at is None and options.wrt is None:
-                warn_of_masks(self.model, x)
+        self._look_at_first(x, y, r, options)
         return r
 
     def loss(self, x: Any, y: Any = None) -> Tensor:
@@ -218,7 +216,18 @@ class ThreePass(_Step):
         def run(model: nn.Module, x: Any) -> Result:
             return self._run(model, x, y, options, third)
 
-        return self._loss(x, y, run, lambda: three_pass_call(self.model, self.loss_fn, options, third), mean)
+        loss = self._loss(x, y, run, lambda: three_pass_call(self.model, self.loss_fn, options, third), mean)
+        self._look_at_first(x, y, self.result, options)
+        return loss
+
+    def _look_at_first(self, x: Any, y: Any, r: Result, options: Options) -> None:
+        """Warns, after the first call, of a summed loss and of masks that are taken for the input."""
+        if not self._is_first:
+            return
+        self._is_first = False
+        warn_of_sum(self.model, self.loss_fn, x, y, r.output, r.loss)
+        if options.input_at is None and options.wrt is None:
+            warn_of_masks(self.model, x)
 
     def _options(self) -> tuple[Options, bool]:
         """The options of the next call, and whether it runs the third pass."""
@@ -251,6 +260,7 @@ def loss(
     For compiled steps, `every`, and alpha as a schedule, make a `ThreePass` and call its `loss`.
     """
     step = ThreePass(model, loss_fn, alpha, reduction, mode, strength, input_at, batch_size, penalty=penalty, wrt=wrt)
+    step._is_first = False  # every call makes an object: none looks for mistakes
     return step.loss(x, y)
 
 

@@ -1,5 +1,6 @@
 """Warnings about training loops whose numbers are not what their authors expect."""
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -63,7 +64,8 @@ def warn_of_sum(
     device = loss.device.type
     rng = random_state(device)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the first call has said it
             doubled = float(loss_fn(tree_map(twice, output), tree_map(twice, y)))
     except Exception:  # losses of fixed batches, or of outputs that are not tensors
         return
