@@ -14,7 +14,7 @@ from ._torch_compat import is_wrapped_by_compile
 from .compile.programs import check_compile
 from .compile.step import AnyResult, Call, CompiledSteps, gradient_call, three_pass_call
 from .core import engine, gradient_loss
-from .core.carried import Carried
+from .core.carried import Carried, rounded
 from .core.engine import Result
 from .core.gradient_loss import GradientOptions, GradientResult
 from .core.misuse import AccumulationWatch, warn_of_masks, warn_of_sum
@@ -24,7 +24,6 @@ from .core.ranks import count_ranks, loss_through
 from .core.scaler import scaled, times
 from .core.wrt import Wrt
 from .errors import UncompiledWarning, warn_caller
-from .numerics.rounding import round_stochastically, seed_of
 
 
 class _Step:
@@ -315,21 +314,11 @@ def _inside(outer: nn.Module, model: nn.Module, options: Any) -> Any:
 
 def add_to_grad(model: nn.Module, r: AnyResult, scaler: GradScaler | None = None, calls: int = 0) -> None:
     """Adds r.grads to `p.grad` by autograd's own accumulation; rounding differs from call to call."""
-    with torch.inference_mode(False), torch.enable_grad():
-        torch.autograd.backward(*_to_add(model, r, scaler, calls))
-
-
-def _to_add(
-    model: nn.Module, r: AnyResult, scaler: GradScaler | None, calls: int
-) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """Parameters, and what to add to their `p.grad`; half parameters' gradients are rounded stochastically."""
     named = dict(model.named_parameters())
     parameters = [named[name] for name in r.grads]
-    grads = [
-        g if g.dtype == p.dtype else round_stochastically(g, p.dtype, seed_of(calls, i))
-        for i, (p, g) in enumerate(zip(parameters, scaled(list(r.grads.values()), scaler), strict=True))
-    ]
-    return parameters, grads
+    grads = rounded(scaled(list(r.grads.values()), scaler), [p.dtype for p in parameters], calls)
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.autograd.backward(parameters, grads)
 
 
 def _prefixed(grads: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ Autograd accumulates them as it does any gradients, multiplied by whatever the l
 scaling, division by the number of micro-batches, hooks on parameters and reducers work as they do for any loss.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,14 @@ class Carried:
         return _Carrier.apply(self, *self.parameters)
 
 
+def rounded(grads: Iterable[Tensor], dtypes: Iterable[torch.dtype], calls: int) -> list[Tensor]:
+    """Gradients in the parameters' own formats, rounded stochastically, differently in each call."""
+    return [
+        g if g.dtype == dtype else round_stochastically(g, dtype, seed_of(calls, i))
+        for i, (g, dtype) in enumerate(zip(grads, dtypes, strict=True))
+    ]
+
+
 class _Carrier(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, carried: Carried, *parameters: Tensor) -> Tensor:
@@ -43,8 +51,4 @@ class _Carrier(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, error: Tensor) -> Any:
-        grads = times(ctx.saved_tensors, error)
-        return None, *(
-            g if g.dtype == dtype else round_stochastically(g, dtype, seed_of(ctx.calls, i))
-            for i, (g, dtype) in enumerate(zip(grads, ctx.dtypes, strict=True))
-        )
+        return None, *rounded(times(ctx.saved_tensors, error), ctx.dtypes, ctx.calls)

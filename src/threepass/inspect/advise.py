@@ -31,7 +31,7 @@ SMOOTH = (  # curved activations and what contains them; paper mode treats their
 
 @dataclass(frozen=True, repr=False)
 class Advice:
-    """A mode and a strength to start with, and the measurements behind them. Printing it gives a short report.
+    """A mode and a strength to start with, and why. Printing it gives a short report.
 
     Attributes:
         mode: "paper" or "exact".

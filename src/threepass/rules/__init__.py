@@ -1,4 +1,4 @@
-"""How signals pass an operation: the table of fast rules, their families, and the generic rule behind them all."""
+"""How signals are propagated through an operation: fast rules by family, and the generic rule for everything else."""
 
 from . import activation, affine, attention, indexing, norm, pointwise
 from .table import Linearization, rule

@@ -46,9 +46,9 @@ def _at_input(a: Tensor, weight: Tensor | None, training: bool) -> bool:
 
 
 class _BatchNorm(torch.autograd.Function):
-    """Batch norm in training mode; on the way back a scale of zero is a tiny one, so that J d is not lost.
+    """Batch norm in training mode, whose backward replaces a scale of zero by a tiny one, so that J d is not lost.
 
-    On the way forward it is zero: 1e-20 would open the gates of a rectifier behind it.
+    The forward uses the zero itself: with 1e-20 a rectifier downstream would see positive inputs and open its gates.
     """
 
     @staticmethod

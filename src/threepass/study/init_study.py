@@ -3,7 +3,7 @@
 The equations hold signals and weights to be independent, so the error at the output is drawn at random: l is the mean
 of u y. plain-20 is measured with cross-entropy too. Of plain-20 the chain of convolutions is compared, without pooling
 and the last layer, which the equations do not have; with stride s an input is read by n' / s^2 outputs, not n'.
-They have no padding either, which takes part of the variance at every layer.
+The equations leave out padding too; in the net it lowers the variance at every layer.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Settings that work, by model and data set: the defaults of `threepass train` and `threepass compare`.
 
-Each was found by training, and `results` names the files of the runs behind it. Where there is no recipe, the defaults
+Each was found by training, and `results` names the files of those runs. Where there is no recipe, the defaults
 are those of `Config`.
 """
 
