@@ -29,8 +29,8 @@ PASSES = {
     "sam": 2.0,
 }  # of a plain step's arithmetic
 VALUES: dict[str, tuple[float, ...]] = {  # that are searched
-    "plain": (0.0,), "paper": (0.1, 1.0, 10.0), "exact": (0.1, 1.0, 10.0), "r-drop": (0.3, 1.0),
-    "freelb": (0.03, 0.1), "sam": (0.02, 0.05),
+    "plain": (0.0,), "paper": (1.0, 10.0, 100.0), "exact": (1.0, 10.0, 100.0), "r-drop": (0.3, 1.0),
+    "freelb": (0.1, 0.3), "sam": (0.02, 0.05),
 }  # fmt: skip
 
 
