@@ -246,7 +246,7 @@ def set_trace_switches(compiling: bool, validate: bool, check: Any) -> None:
 
 
 def python_function_of(scripted: Any) -> Callable[..., Any] | None:
-    """The Python function that a TorchScript function was made from, which Dynamo runs as well; seen in 2.10 to 2.13."""
+    """The Python function that a TorchScript function was made from, which Dynamo runs too; seen in 2.10 to 2.13."""
     return getattr(scripted, "_torchdynamo_inline", None)
 
 

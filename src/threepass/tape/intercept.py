@@ -36,7 +36,7 @@ DROPOUT = {torch.dropout: torch.mul, torch.dropout_: Tensor.mul_,
 
 
 class FunctionInterceptor(TorchFunctionMode):
-    """A mode that, inside `intercepting_functions`, also gets `autograd.Function.apply` and calls inside TorchScript."""
+    """A mode that, inside `intercepting_functions`, gets `autograd.Function.apply` and calls inside TorchScript."""
 
 
 _lock = threading.Lock()
