@@ -32,7 +32,7 @@ class Sine(nn.Module):
         return torch.sin(self.frequency * x)
 
 
-def siren(width: int = 128, hidden: int = 3, frequency: float = 10.0) -> nn.Sequential:
+def siren(width: int = 128, hidden: int = 3, frequency: float = 3.0) -> nn.Sequential:
     layers: list[nn.Module] = []
     for k in range(hidden + 1):
         linear = nn.Linear(width if k else 2, width)
@@ -62,9 +62,9 @@ def distance(x: Tensor) -> Tensor:
 def loss_fn(f: Tensor, g: Tensor, normals: Tensor) -> Tensor:
     """The first rows are points of the outline, the others lie anywhere."""
     count = len(normals)
-    on_outline = f[:count].square().mean() + 0.1 * (g[:count] - normals).square().sum(1).mean()
+    on_outline = 3 * f[:count].abs().mean() + (g[:count] - normals).square().sum(1).mean()
     lengths = (g.square().sum(1) + 1e-12).sqrt()
-    return 10 * on_outline + 0.1 * (lengths - 1).square().mean()
+    return on_outline + (lengths - 1).square().mean()
 
 
 def double_backward(model: nn.Module, x: Tensor, normals: Tensor) -> None:
