@@ -88,6 +88,7 @@ __all__ = [
     "no_dispatch_modes",
     "number_of_function_modes",
     "overload_of",
+    "python_function_of",
     "safe_softmax",
     "set_mkldnn_enabled",
     "set_trace_switches",
@@ -248,6 +249,11 @@ def set_trace_switches(compiling: bool, validate: bool, check: Any) -> None:
     torch.compiler._is_compiling_flag = compiling
     Distribution._validate_args = validate
     torch._check_tensor_all_with = check
+
+
+def python_function_of(scripted: Any) -> Callable[..., Any] | None:
+    """The Python function that a TorchScript function was made from, which Dynamo runs too; seen in 2.10 to 2.13."""
+    return getattr(scripted, "_torchdynamo_inline", None)
 
 
 def is_dynamo_imported() -> bool:
