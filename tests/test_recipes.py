@@ -1,5 +1,6 @@
 """Recipes: every one is a valid config with results behind it, and what a user gives is never overruled."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -101,3 +102,37 @@ def test_compare_takes_methods_from_the_recipe_unless_some_are_given():
     values = parse(["compare", "--data", "mnist", "--alphas", "0.5"])[1].arguments
     assert (values["alphas"], values["strengths"]) == ((0.5,), ())
     assert "alphas" not in compare_defaults("mlp", "mnist", ["strengths"])
+
+
+def rows_of(file: Path) -> list[dict]:
+    return json.loads(file.read_text())
+
+
+@pytest.fixture
+def search(monkeypatch):
+    """The script of the search."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("recipes")
+
+
+@pytest.mark.parametrize("data", ["mnist", "digits"])
+def test_the_files_of_the_search_have_the_rows_of_its_script(data, search):
+    found = [row["settings"] for row in rows_of(ROOT / "results" / "recipes" / f"{data}-search.json")]
+    assert all(settings in found for settings in search.settings_of(data))
+    assert all(settings in search.settings_of(data, seeds=3) for settings in found)
+
+
+def test_a_quick_search_runs_to_its_end_and_goes_on_where_it_stopped(search, tmp_path, monkeypatch, capsys):
+    file, common = tmp_path / "new" / "search.json", search.GRIDS["digits"][0]
+    monkeypatch.setitem(search.GRIDS, "digits", (common, [search.PLAIN | {"lr": 0.1}]))
+    search.main(["digits", "--quick", "--out", str(file)])
+    first = rows_of(file)
+    diverging = search.by("exact", 1.0, 1e30)
+    monkeypatch.setitem(search.GRIDS, "digits", (common, [search.PLAIN | {"lr": 0.1}, diverging]))
+    capsys.readouterr()
+    search.main(["digits", "--quick", "--out", str(file)])
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert rows_of(file)[:1] == first
+    plain, diverged = rows_of(file)
+    assert (plain["settings"]["epochs"], plain["diverged"], diverged["diverged"]) == (1, False, True)
+    assert set(plain) == set(rows_of(ROOT / "results" / "recipes" / "digits-search.json")[0])

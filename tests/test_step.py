@@ -304,3 +304,21 @@ def test_samples_along_dimension_1_are_said_once(model, loss_fn, y):
 )
 def test_samples_along_dimension_0_are_no_mistake(model, loss_fn, x, y):
     threepass.ThreePass(model, loss_fn, strength=0.1, mode="exact")(x, y)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((nn.Linear(2, 2), nn.CrossEntropyLoss), r"class CrossEntropyLoss: pass an instance, CrossEntropyLoss\(\)"),
+        ((nn.Linear(2, 2), "mse"), "loss_fn must be a function of the output and y, got str"),
+        (
+            (nn.MSELoss(), nn.Linear(2, 2)),
+            "the model, MSELoss, has no parameters and loss_fn has: the model comes first",
+        ),
+        ((F.mse_loss, nn.Linear(2, 2)), "model must be a torch.nn.Module, got function: the model comes first"),
+    ],
+)
+def test_model_and_loss_in_the_wrong_place(arguments, message):
+    for step in (threepass.ThreePass, threepass.GradientStep):
+        with pytest.raises(TypeError, match=message):
+            step(*arguments)

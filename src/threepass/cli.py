@@ -322,7 +322,7 @@ def bench(
         scaling: instead of one model, sweeps: depth, width, batch, image.
         out: write a JSON file; of a suite or sweep, the folder; default there: results/bench.
         table: measure nothing; print the tables of the results in this folder.
-        into: pages to put these tables into, between their marks.
+        into: pages to put these tables into, and the short ones of time and memory, between their marks.
     """
     from .bench import page, tables
     from .bench.case import Case, run
@@ -330,10 +330,9 @@ def bench(
     from .bench.suite import suite as run_suite
 
     if table is not None:
-        made = tables.markdown(table)
-        print(made)
+        print(tables.markdown(table))
         for target in into:
-            tables.fill(target, made)
+            tables.fill(target, table)
         return
     case = measurement.case()
     if suite is not None or scaling:

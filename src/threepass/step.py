@@ -24,7 +24,7 @@ from .core.misuse import (
     warn_of_samples_along_dimension_1,
     warn_of_sum,
 )
-from .core.options import Options, check_x, own_loss
+from .core.options import Options, check_roles, check_x, own_loss
 from .core.penalty import Penalty
 from .core.ranks import count_ranks, loss_through, reduces_gradients
 from .core.scaler import scaled, times
@@ -39,8 +39,7 @@ class _Step:
     """What `ThreePass` and `GradientStep` share: a call runs eagerly or as a captured program, and adds to `p.grad`."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor], compile: bool | str):
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}: the model comes first")
+        check_roles(model, loss_fn)
         check_compile(compile)
         self.model, self.loss_fn, self.calls = model, loss_fn, 0
         self.scaler: GradScaler | None = None

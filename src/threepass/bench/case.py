@@ -78,8 +78,12 @@ class Case:
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
         model = model.to(self.device, dtype, memory_format=layout)  # type: ignore[call-overload]
         x = x.to(self.device, dtype, memory_format=layout)
-        with torch.no_grad():
-            z = copy.deepcopy(model)(x)
+        try:
+            with torch.no_grad():
+                z = copy.deepcopy(model)(x)
+        except Exception as error:
+            shape = " x ".join(map(str, x.shape))
+            raise ValueError(f"the model does not take batches of images, {shape}: {reason(error)}") from error
         if z.dim() != 2 or len(z) != self.batch:
             raise ValueError(f"the model must give a row of class scores for each image, got shape {tuple(z.shape)}")
         y = torch.randint(z.shape[1], (self.batch,)).to(self.device)

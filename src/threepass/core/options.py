@@ -109,6 +109,19 @@ def check_model(model: Any) -> None:
         )
 
 
+def check_roles(model: Any, loss_fn: Any) -> None:
+    """Raises an error if the model and the loss are not what they should be, or in the other's place."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}: the model comes first")
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        raise TypeError(f"loss_fn is the class {loss_fn.__name__}: pass an instance, {loss_fn.__name__}()")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function of the output and y, got {type(loss_fn).__name__}")
+    swapped = isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters())
+    if swapped and not any(True for _ in model.parameters()):
+        raise TypeError(f"the model, {type(model).__name__}, has no parameters and loss_fn has: the model comes first")
+
+
 def check_input_options(wrt: Wrt, input_at: str | None) -> None:
     if wrt is not None and input_at is not None:
         raise ValueError("give wrt (entries of x) or input_at (a module whose output is the input), not both")
