@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import make_fx
+from ..kernels.fusible import one_node_each
 from . import rewrite
 from .functional import functional
 from .randomness import seed_draws
@@ -48,7 +49,7 @@ def trace(fn: Fn, inputs: Sequence[Tensor], kernels: bool = True) -> Program:
     """
 
     def watched(*inputs: Tensor) -> Sequence[Tensor]:
-        with in_trace():
+        with in_trace(), one_node_each(kernels):
             return fn(*inputs)
 
     graph = make_fx(watched)(*inputs)

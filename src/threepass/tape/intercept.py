@@ -30,7 +30,6 @@ from .._torch_compat import (
 )
 from ..rules.table import name_of
 from .arguments import flatten, tensors_in, unflatten
-from .replay import MULTI_HEAD
 
 DROPOUT = {torch.dropout: torch.mul, torch.dropout_: Tensor.mul_,
            torch.feature_dropout: torch.mul, torch.feature_dropout_: Tensor.mul_}  # fmt: skip
@@ -144,7 +143,7 @@ def python_body(func) -> Callable[..., Any] | None:
 
     A mode then intercepts the calls inside it. None for other functions.
     """
-    if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch") or func is MULTI_HEAD:
+    if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch"):
         return None
     checks = [name for name in func.__globals__ if name.startswith("has_torch_function")]
     globals_ = func.__globals__ | {name: lambda *_: False for name in checks}

@@ -13,8 +13,7 @@ parameters. The tape is a straight-line program, so pass 3 does not run the user
 buffers and random state change once, and control flow stays as it was in pass 1.
 
 An operation is one torch function call, or one call of an `autograd.Function` or a custom op. Of torch functions that
-are thin Python wrappers (`F.batch_norm`, `F.relu`) the call inside is recorded; one that contains several operations
-with weights (`F.multi_head_attention_forward`) is recorded as one.
+are written in Python (`F.batch_norm`, `F.relu`, `F.multi_head_attention_forward`) the calls inside are recorded.
 """
 
 import contextlib

@@ -15,7 +15,6 @@ from ..rules.table import is_users, name_of
 from .state import random_state, set_random_state
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
-MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 SILENT_WRITES = {torch.batch_norm: (3, 4), torch.instance_norm: (3, 4)}  # running statistics: no version changes
 _RANDOM = {
@@ -27,7 +26,7 @@ _RANDOM = {
 
 def is_random(func: Callable[..., Any], values: list[Any]) -> bool:
     """Whether a call may draw random numbers; any user-defined operation may."""
-    if func in (ATTENTION, MULTI_HEAD):
+    if func is ATTENTION:
         return any(isinstance(v, float) and v > 0 for v in values)
     return _may_draw(func)
 
@@ -69,7 +68,7 @@ def as_recorded(
             stack.callback(set_random_state, now, device)
             set_random_state(rng, device)
             stack.enter_context(refusing_random_numbers_in_trace(name_of(func)))
-        if func in (ATTENTION, MULTI_HEAD):
+        if func is ATTENTION:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if func in (*_RECURRENT, torch.grid_sampler):
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
