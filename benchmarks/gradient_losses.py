@@ -1,15 +1,22 @@
 """A loss on forces through a SchNet-like net: `gradient_step` against double backward and plain training, eagerly.
 
     python benchmarks/gradient_losses.py [--atoms 600] [--edges 12000] [--width 64] [--rounds 15]
+    python benchmarks/gradient_losses.py --sizes 20 --atoms 60 --edges 800 --static 3
 
 The three take turns, so that a change of the machine's load meets them all. Seconds are the process's own (CPU time of
 one thread), the least of all rounds. Prints a table, and with --out writes JSON.
+
+With --sizes, so many batches of different sizes, around those given, take one step each: eagerly by both methods, by
+programs with dynamic shapes, and, for as many batches as --static says, by a program for each size. The wall-clock
+seconds of the first steps, with compilation, are given beside the CPU seconds of later ones.
 """
 
 import argparse
 import json
+import random
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,29 +57,38 @@ def loss_fn(output: Tensor, g: Tensor, y: tuple[Tensor, Tensor]) -> Tensor:
     return F.mse_loss(output, y[0]) + 10 * F.mse_loss(-g, y[1])
 
 
-def methods(atoms: int, edges: int, width: int) -> dict[str, Callable[[], Any]]:
-    torch.manual_seed(0)
-    model = Energies(width)
+def batch(atoms: int, edges: int) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
     pairs = torch.randint(atoms, (2, edges))
     pairs[1] = torch.where(pairs[0] == pairs[1], (pairs[1] + 1) % atoms, pairs[1])
     x = {"positions": 2 * torch.randn(atoms, 3), "kinds": torch.randint(5, (atoms,)), "edges": pairs}
     x["molecule"] = 2 * torch.arange(atoms) // atoms
-    y = torch.randn(2, 1), torch.randn(atoms, 3)
-    weights = list(model.parameters())
+    return x, (torch.randn(2, 1), torch.randn(atoms, 3))
+
+
+def double_backward(model: nn.Module, x: dict[str, Tensor], y: tuple[Tensor, Tensor]) -> Any:
+    positions = x["positions"].clone().requires_grad_()
+    output = model(**x | {"positions": positions})
+    (g,) = torch.autograd.grad(output.sum(), positions, create_graph=True)
+    return torch.autograd.grad(loss_fn(output, g, y), list(model.parameters()))
+
+
+def gradient_step(model: nn.Module, x: dict[str, Tensor], y: tuple[Tensor, Tensor]) -> Any:
+    return threepass.gradient_step(model, loss_fn, x, y, wrt="positions")
+
+
+def methods(atoms: int, edges: int, width: int) -> dict[str, Callable[[], Any]]:
+    torch.manual_seed(0)
+    model = Energies(width)
+    x, y = batch(atoms, edges)
 
     def plain() -> Any:
-        return torch.autograd.grad(F.mse_loss(model(**x), y[0]), weights)
+        return torch.autograd.grad(F.mse_loss(model(**x), y[0]), list(model.parameters()))
 
-    def double_backward() -> Any:
-        positions = x["positions"].clone().requires_grad_()
-        output = model(**x | {"positions": positions})
-        (g,) = torch.autograd.grad(output.sum(), positions, create_graph=True)
-        return torch.autograd.grad(loss_fn(output, g, y), weights)
-
-    def gradient_step() -> Any:
-        return threepass.gradient_step(model, loss_fn, x, y, wrt="positions")
-
-    return {"plain, energies only": plain, "double backward": double_backward, "gradient_step": gradient_step}
+    return {
+        "plain, energies only": plain,
+        "double backward": lambda: double_backward(model, x, y),
+        "gradient_step": lambda: gradient_step(model, x, y),
+    }
 
 
 def measure(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
@@ -85,17 +101,62 @@ def measure(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]
     return least
 
 
+def compiled(model: nn.Module) -> threepass.GradientStep:
+    return threepass.GradientStep(model, loss_fn, wrt="positions", compile="require")
+
+
+def many_sizes(given: argparse.Namespace) -> dict[str, Any]:
+    """Of every method, the seconds of the first steps (None where nothing is compiled) and of later ones, by batch."""
+    torch.manual_seed(0)
+    model, draw = Energies(given.width), random.Random(0)
+    scales = [draw.uniform(0.5, 1.5) for _ in range(given.sizes)]
+    batches = [batch(int(s * given.atoms), int(s * given.edges * draw.uniform(0.8, 1.2))) for s in scales]
+    dynamic, static = compiled(model), [compiled(model) for _ in range(given.static)]
+    first = {
+        "dynamic": [_wall(dynamic, *b) for b in batches],
+        "static": [_wall(step, *b) for step, b in zip(static, batches, strict=False)],
+    }
+    runs: dict[str, list[Callable[[], Any]]] = {
+        "double backward": [partial(double_backward, model, *b) for b in batches],
+        "gradient_step": [partial(gradient_step, model, *b) for b in batches],
+        "dynamic": [partial(dynamic, *b) for b in batches],
+        "static": [partial(step, *b) for step, b in zip(static, batches, strict=False)],
+    }
+    named = {f"{name} {i}": run for name, each in runs.items() for i, run in enumerate(each)}
+    later = measure(named, given.rounds)
+    return {
+        name: {"first": first.get(name), "later": [later[f"{name} {i}"] for i in range(len(each))]}
+        for name, each in runs.items()
+    } | {"programs": repr(dynamic.compiled).splitlines()}
+
+
+def _wall(step: Callable[..., Any], *arguments: Any) -> float:
+    began = time.perf_counter()
+    step(*arguments)
+    return time.perf_counter() - began
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"atoms": 600, "edges": 12_000, "width": 64, "rounds": 15}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--sizes", type=int, help="so many batches of different sizes")
+    parser.add_argument("--static", type=int, default=3, help="with --sizes: programs that are made for one size")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    seconds = measure(methods(given.atoms, given.edges, given.width), given.rounds)
-    first = next(iter(seconds.values()))
-    for name, s in seconds.items():
-        print(f"{name:<22} {1e3 * s:8.1f} ms  {s / first:5.2f}x")
+    seconds: dict[str, Any]
+    if given.sizes:
+        seconds = many_sizes(given)
+        for name in ("double backward", "gradient_step", "dynamic", "static"):
+            first, later = seconds[name]["first"], seconds[name]["later"]
+            wall = f"first steps {sum(first):6.1f} s, " if first else ""
+            print(f"{name:<16} {wall}later steps {1e3 * sum(later) / len(later):6.1f} ms on average of {len(later)}")
+    else:
+        seconds = measure(methods(given.atoms, given.edges, given.width), given.rounds)
+        least = next(iter(seconds.values()))
+        for name, s in seconds.items():
+            print(f"{name:<22} {1e3 * s:8.1f} ms  {s / least:5.2f}x")
     if given.out is not None:
         settings = {name: value for name, value in vars(given).items() if name != "out"}
         given.out.write_text(

@@ -123,8 +123,8 @@ def capture(
         graph = kernels = False
     places = [i for i, z in enumerate(inputs) if z is weights]
     inputs = [z.detach().clone() for z in inputs]  # fn may write to them, and one given twice is two inputs
-    with _on_device_of(inputs):
-        symbolic = None if varying is None else SymbolicInputs(inputs, varying)
+    symbolic = None if varying is None else SymbolicInputs(inputs, varying)
+    with _on_device_of(inputs), contextlib.nullcontext() if symbolic is None else symbolic.tracing():
         with restore():
             program = trace(fn, [z.clone() for z in inputs], kernels, symbolic)
         if kernels and on_gpu:
@@ -132,8 +132,7 @@ def capture(
         captured = Captured(
             program, inductor.compiled(program, inputs) if compiled else lambda values: program.graph(*values)
         )
-        if symbolic is not None:
-            captured.guards = symbolic.guards()
+        captured.guards = None if symbolic is None else symbolic.guards()
         captured.compile_seconds = time.perf_counter() - started
         if weights is not None:
             states = [i for i, z in enumerate(program.state) if z.data_ptr() == weights.data_ptr()]

@@ -10,7 +10,8 @@ equal, a size that Python turned into a number) comes out the same. PyTorch's `S
 are the guards, and are evaluated at each call. Sizes 0 and 1 are never symbols, because they broadcast.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +36,15 @@ class SymbolicInputs:
         if any(isinstance(z, FakeTensor) for z in tensors):
             raise CaptureError("the step refers to a tensor that it made itself in the trace")
         return [self._mode.from_tensor(z, static_shapes=True) for z in tensors]
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Around the trace and the compiler: no kernel is chosen by a size, which would be a guard.
+
+        PyTorch uses NNPACK for convolutions of small batches.
+        """
+        with torch.backends.nnpack.flags(enabled=False):
+            yield
 
     def guards(self) -> "Guards":
         """What the trace and the compiler assumed of the sizes; raises if no size is left that may change."""

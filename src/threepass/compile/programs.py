@@ -177,11 +177,11 @@ class Programs(Generic[P]):
         return family
 
     def _capture_dynamic(self, key: Key, family: Family[P], sizes: Sizes[P], varying: Dimensions) -> Entry[P] | None:
-        family.captures += 1
         inputs = (sizes.layout, varying, family.captures)
         entry: Entry[P] = Entry(key._replace(inputs=inputs), sizes.label(varying), family.put_off)
         if not self._has_room(entry):
             return None
+        family.captures += 1
         began = time.perf_counter()
         try:
             program = sizes.make(varying)
@@ -257,11 +257,11 @@ class Programs(Generic[P]):
                     "full",
                 )
                 return False
+            log.info("the program for %s, used %d times, makes room for another", oldest.label, oldest.uses)
             self._drop(oldest)
         return True
 
     def _drop(self, entry: Entry[P]) -> None:
-        log.info("the program for %s, used %d times, makes room for another", entry.label, entry.uses)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # its graph may still be running
         del self._entries[entry.key]

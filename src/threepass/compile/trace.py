@@ -64,8 +64,7 @@ def trace(fn: Fn, inputs: Sequence[Tensor], kernels: bool = True, symbolic: Symb
         graph = make_fx(watched)(*inputs)
     else:
         inputs = symbolic.inputs
-        with torch.backends.nnpack.flags(enabled=False):  # is chosen by the batch size, which would be a guard
-            graph = make_fx(watched, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
+        graph = make_fx(watched, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
     for node in list(graph.graph.nodes):
         if node.target in _VIEWS:
             node.replace_all_uses_with(node.args[0])
