@@ -64,7 +64,7 @@ def test_the_program_alone_shows_its_help_and_version(capsys):
 def test_every_setting_has_a_flag(flags, settings):
     command, values = parse(["train", "--model", "vit", *flags])  # for which there is no recipe
     assert command is train
-    assert values.arguments["config"] == Config(**settings)
+    assert values.arguments["config"] == Config(**{"strength": 0.1, "mode": "exact"} | settings)
 
 
 @pytest.mark.parametrize("package", ["numpy", "safetensors"])
@@ -140,6 +140,11 @@ def test_compare_and_report(own_folder, capsys):
     assert (own_folder / "runs" / "c" / "report.html").stat().st_size > 10_000
     assert main(["report", "runs/c", "--out", "page.html"]) == 0
     assert (own_folder / "page.html").exists()
+    assert main(["report", "runs/nowhere"]) == 1
+    assert not (own_folder / "runs" / "report").exists()
+    for name in ("report", "report-2"):
+        assert main(["report", "runs/c"]) == 0
+        assert f"report: runs/{name}/report.html" in capsys.readouterr().out
 
 
 def test_bench_writes_what_it_prints(own_folder, capsys):

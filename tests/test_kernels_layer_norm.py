@@ -306,7 +306,7 @@ def step_of(net: str, dtype: torch.dtype, exact: bool = False, autocast: bool = 
 
 
 @pytest.fixture
-def everywhere(monkeypatch):
+def everywhere(monkeypatch, traced_for_kernels):
     """The operation wherever it could be a kernel's; here it is plain PyTorch."""
     fits = layer_norm.fits
     monkeypatch.setattr(layer_norm, "fits", lambda *z: is_fake(z[0]) and fits(*z))

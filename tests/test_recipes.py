@@ -1,10 +1,12 @@
 """Recipes: every one is a valid config with results behind it, and what a user gives is never overruled."""
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from threepass.cli import parse
+from threepass.cli import main, parse
 from threepass.train.config import Config
 from threepass.train.recipes import RECIPES, compare_defaults, find, train_defaults
 
@@ -27,7 +29,42 @@ def test_train_uses_the_recipe_of_its_model_and_data():
     assert config_of("--data", "mnist") == Config(**train_defaults("mlp", "mnist", ()))
     assert config_of() == Config(**train_defaults("mlp", "digits", ()))
     assert config_of("--model", "plain32", "--data", "cifar100").lr == find("plain20", "cifar10").common["lr"]
-    assert config_of("--model", "vit", "--data", "mnist") == Config()
+
+
+def test_without_a_recipe_training_starts_with_a_strength_and_the_learning_rate_of_plain_training():
+    assert config_of("--data", "mine.npz") == Config(strength=0.1)
+    assert config_of("--model", "vit", "--data", "mnist") == Config(strength=0.1, mode="exact")
+    assert config_of("--model", "vit", "--strength", "1", "--mode", "paper") == Config(strength=1.0)
+    assert config_of("--data", "mine.npz", "--alpha", "0.5") == Config(alpha=0.5)
+    values = parse(["compare", "--data", "mine.npz"])[1].arguments
+    assert (values["alphas"], values["strengths"], values["config"]) == ((), (0.1, 0.3, 1.0), Config())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], ["recipe of mlp on digits: batch_size 64, lr 0.05, schedule cosine, strength 1.0, mode exact"]),
+        (["--data", "mine.npz"], ["no recipe for mlp on mine.npz: strength 0.1, to start with at the lear"]),
+        (["--data", "mine.npz", "--alpha", "0.5"], ["alpha 0.5 multiplies backpropagation's gradient too: lr 0.1 "]),
+        (["--data", "mine.npz", "--alpha", "0.5", "--eta-over-alpha"], []),
+        (["--data", "mine.npz", "--alpha", "0.5", "--optimizer", "adam"], []),
+        (["--data", "mine.npz", "--alpha", "1"], []),
+    ],
+)  # fmt: skip
+def test_training_says_first_what_was_chosen(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    x, y = np.random.default_rng(0).random((30, 4)), np.arange(30) % 3
+    np.savez("mine.npz", x_train=x, y_train=y, x_val=x, y_val=y)
+    assert main(["train", "--epochs", "1", *words]) == 0
+    *lines, _ = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(said)
+    assert all(line.startswith(start) for line, start in zip(lines, said, strict=True))
+
+
+def test_the_settings_that_strength_replaces_are_saved_as_none():
+    assert {"alpha": None, "reduction": None}.items() <= Config(strength=0.1).to_dict().items()
+    for config in (Config(strength=0.1), Config(alpha=0.5, reduction="sample")):
+        assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 @pytest.mark.parametrize(
@@ -48,6 +85,12 @@ def test_what_the_user_gives_goes_first(words, expected):
 def test_alpha_replaces_a_recipes_strength():
     config = config_of("--data", "mnist", "--alpha", "0.5")
     assert (config.alpha, config.strength, config.lr) == (0.5, None, find("mlp", "mnist").common["lr"])
+
+
+def test_a_comparison_that_goes_on_has_the_same_recipe():
+    again = parse(["compare", "--data", "mnist", "--resume"])[1].arguments
+    assert again["strengths"] == find("mlp", "mnist").methods["strengths"]
+    assert again["config"].epochs == find("mlp", "mnist").common["epochs"]
 
 
 def test_compare_takes_methods_from_the_recipe_unless_some_are_given():

@@ -13,6 +13,7 @@ MIB = 2**20
 TOLERANCE = {"float32": 1e-4, "tf32": 2e-2, "bf16": 0.2}  # relative, of all gradients together
 AS_PLAIN = 2  # times what the precision does to plain training itself: in a deep net it turns ReLUs
 PRECISIONS = {"float32": "float32", "tf32": "TF32", "bf16": "bf16"}
+ENCODER = "nn.TransformerEncoder, width 128, 4 layers, 64 tokens"
 FORMS = {"best": "at its best: one compiled program", "eager": "eager"}
 
 
@@ -86,7 +87,7 @@ def _row(name: str, row: dict[str, Any], tolerance: float) -> str:
 
 def title(case: dict[str, Any]) -> str:
     """The net as a reader would name it, with batch and precision."""
-    names = {"mlp": "MLP 3072-2048-2048-10", "resnet18": "ResNet-18", "vit": "ViT-Tiny/4"}
+    names = {"mlp": "MLP 3072-2048-2048-10", "resnet18": "ResNet-18", "vit": "ViT-Tiny/4", "encoder": ENCODER}
     plain = re.fullmatch(r"(plain|resnet)(\d+)", case["model"])
     known = names.get(case["model"]) if case["options"] in ({}, {"depth": 12}) else None
     name = known or (f"{plain[1]}-{plain[2]}" if plain else case["model"])

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import make_fx
+from ..kernels.fusible import one_node_each
 from . import rewrite
 from .dynamic import SymbolicInputs
 from .functional import functional
@@ -57,7 +58,7 @@ def trace(fn: Fn, inputs: Sequence[Tensor], kernels: bool = True, symbolic: Symb
     """
 
     def watched(*inputs: Tensor) -> Sequence[Tensor]:
-        with in_trace():
+        with in_trace(), one_node_each(kernels):
             return fn(*inputs)
 
     if symbolic is None:

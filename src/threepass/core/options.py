@@ -82,6 +82,11 @@ class Options:
     def exact(self) -> bool:
         return self.mode == "exact"
 
+    @property
+    def depends_on_batch(self) -> bool:
+        """Whether the weight of the third pass, relative to backpropagation's, depends on the size of the batch."""
+        return self.strength is None and self.reduction == "batch" and self.third > 0
+
     def part(self, samples: int) -> float:
         return samples if self.batch_size is None else self.batch_size / self.ranks
 

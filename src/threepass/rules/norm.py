@@ -1,23 +1,23 @@
 """Normalisation: u = w x̂ + b with x̂ = (a - mean) / std over groups of N elements.
 
 The Jacobian of x̂, J = (I - 11ᵀ/N - x̂x̂ᵀ/N) / std, is symmetric, so one formula is the tangent of x̂ and the error of a:
-t̂ = J t and d_a = J (w d). Its own derivative is what exact mode needs. Statistics are taken in float32 at least.
+t̂ = J t and d_a = J (w d). Its own derivative is what exact mode needs. `kernels/norm.py` has the formulas.
 
 In batch norm w is constant over a group, so d_a = w J d, and pass 3's gradient of the scale can be had at the input:
 sum(d t̂) = dᵀ J t = sum(d_a t) / w. d_a is then the only error to keep, and usually it is also that of the convolution
 before; pass 2's gradients of scale and shift are sums that batch norm's own backward takes anyway.
 """
 
-import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .._torch_compat import batch_norm_backward, batch_norm_forward
-from ..kernels.batch_norm.scale import not_zero
+from ..kernels import norm
+from ..numerics.precision import accumulate_dtype
 from .table import Linearization, Tap, has_symbolic_shape, rule
 
 _aten = torch.ops.aten
@@ -66,7 +66,7 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx, d):
         a, weight, mean, rstd, reserve = ctx.saved_tensors
         (kind, eps), mask = ctx.how, list(ctx.needs_input_grad[:3])
-        w = not_zero(weight)
+        w = norm.not_zero(weight)
         if kind == _NATIVE or has_symbolic_shape(a):
             errors = _aten.native_batch_norm_backward(d, a, w, None, None, mean, rstd, True, eps, mask)
         else:
@@ -87,7 +87,7 @@ def batch_norm(u, a, weight, bias, running_mean, running_var, training, momentum
     return Linearization(
         signal=(a.detach() - mean) * scale,
         tangent=lambda t: t * scale,
-        push=lambda s: _scale(s, weight, shape, u.dtype),
+        push=lambda s: _scale(s, None if weight is None else weight.view(shape), u.dtype),
         pull=lambda d: (d * full).to(a.dtype),
         **_affine(weight, bias, dims),
     )
@@ -127,56 +127,43 @@ def instance_norm(u, a, weight, bias, running_mean, running_var, use_input_stats
     return _norm(u, a, weight, bias, dims[1:], dims, shape, eps) if use_input_stats else None
 
 
-class _Group:
-    """x̂ of a over `dims`, its Jacobian, and the derivative of that."""
+class _Group(NamedTuple):
+    """What the formulas of `kernels/norm.py` take of a normalised tensor."""
 
-    def __init__(self, a: Tensor, dims: list[int], eps: float, centred: bool = True):
-        a = a.detach().to(torch.promote_types(a.dtype, torch.float32))
-        self.dims, self.centred = dims, centred
-        self.count = math.prod(a.shape[i] for i in dims)
-        if centred:
-            var, mean = torch.var_mean(a, dims, correction=0, keepdim=True)
-            self.rstd = (var + eps).rsqrt()
-            self.x_hat = (a - mean) * self.rstd
-        else:
-            self.rstd = (self.mean(a.square()) + eps).rsqrt()
-            self.x_hat = a * self.rstd
+    x_hat: Tensor
+    rstd: Tensor
+    dims: list[int]
+    centred: bool
 
-    def mean(self, z: Tensor) -> Tensor:
-        """As a sum, which the gradients of scale and shift take too: the compiler then takes it once."""
-        return z.sum(self.dims, keepdim=True) / self.count
 
-    def jacobian(self, z: Tensor) -> Tensor:
-        """J z"""
-        z = z.to(self.rstd.dtype)
-        centred = z - self.mean(z) if self.centred else z
-        return self.rstd * (centred - self.x_hat * self.mean(self.x_hat * z))
-
-    def curvature(self, d_a: Tensor, t: Tensor, along: Tensor) -> Tensor:
-        """d/da < g , J t > = - (x̂ mean(d_a t) + mean(x̂ t) d_a + mean(x̂ g) J t) / std, d_a = J g, along = mean(x̂ g)"""
-        d_a, t = d_a.to(self.rstd.dtype), t.to(self.rstd.dtype)
-        terms = self.x_hat * self.mean(d_a * t) + self.mean(self.x_hat * t) * d_a + along * self.jacobian(t)
-        return -self.rstd * terms
+def _group(a: Tensor, dims: list[int], eps: float, centred: bool = True) -> _Group:
+    a = a.detach()
+    if centred:
+        x_hat, rstd, _ = norm.normalized(a, dims, eps)
+    else:
+        a = a.to(accumulate_dtype(a.dtype))
+        rstd = (norm.mean_of(a.square(), dims) + eps).rsqrt()
+        x_hat = a * rstd
+    return _Group(x_hat, rstd, dims, centred)
 
 
 def _norm_at_input(u, a, weight, bias, eps) -> Linearization:
     """Batch norm, with d the error of a."""
     dims, shape = _channels(a)
-    group = _Group(a, dims, eps)
-    dtype = group.rstd.dtype
-
-    def third(d: Tensor, t: Tensor) -> Tensor:
-        return (d.to(dtype) * t.to(dtype)).sum(dims, keepdim=True).flatten() / not_zero(weight)
+    group = _group(a, dims, eps)
+    w = None if weight is None else weight.view(shape)
+    dtype, count = group.rstd.dtype, a.numel() // a.shape[1]
 
     def curve(d: Tensor, t: Tensor, scale: Tensor, *_: Any) -> Tensor:
-        return group.curvature(d, t, _scale(scale.view(shape) / group.count, weight, shape, dtype))
+        along = _scale(scale.view(shape) / count, w, dtype)
+        return norm.curved_at_input(d, t, along, group.x_hat, group.rstd, dims)
 
     return Linearization(
         signal=group.x_hat,
-        push=lambda t: _scale(group.jacobian(t), weight, shape, u.dtype),
-        pull=lambda r: _scale(group.jacobian(r), weight, shape, dtype),
+        push=lambda t: _scale(norm.jacobian(t, *group), w, u.dtype),
+        pull=lambda r: _scale(norm.jacobian(r, *group), w, dtype),
         curve=curve,
-        third={} if weight is None else {weight: third},
+        third={} if weight is None else {weight: lambda d, t: norm.scale_gradient_at_input(d, t, weight, dims)},
         **_affine(weight, bias, dims),
     )
 
@@ -190,19 +177,14 @@ def _norm(u, a, weight, bias, dims, summed, shape, eps, *, centred=True, view=No
     def joined(z: Tensor) -> Tensor:
         return z if view is None else z.reshape(a.shape)
 
-    group = _Group(split(a), dims, eps, centred)
-    dtype = group.rstd.dtype
-
-    def curve(d: Tensor, t: Tensor) -> Tensor:
-        g = _scale(split(d).to(dtype), weight, shape, dtype)
-        return joined(group.curvature(group.jacobian(g), split(t), group.mean(group.x_hat * g)))
-
+    group = _group(split(a), dims, eps, centred)
+    w = None if weight is None else weight.view(shape)
     return Linearization(
         signal=group.x_hat,
-        tangent=lambda t: group.jacobian(split(t)),
-        push=lambda s: joined(_scale(s, weight, shape, u.dtype)),
-        pull=lambda r: joined(group.jacobian(_scale(split(r).to(dtype), weight, shape, dtype))),
-        curve=curve,
+        tangent=lambda t: norm.jacobian(split(t), *group),
+        push=lambda s: joined(_scale(s, w, u.dtype)),
+        pull=lambda r: joined(norm.pulled(split(r), w, *group)),
+        curve=lambda d, t: joined(norm.curved(split(d), split(t), w, *group)),
         **_affine(weight, bias, summed, split),
     )
 
@@ -212,17 +194,19 @@ def _channels(a: Tensor) -> tuple[list[int], list[int]]:
     return [0, *range(2, a.dim())], [1, -1] + [1] * (a.dim() - 2)
 
 
-def _scale(s: Tensor, weight: Tensor | None, shape: list[int], dtype: torch.dtype) -> Tensor:
-    return (s if weight is None else s * weight.view(shape)).to(dtype)
+def _scale(s: Tensor, w: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return s.to(dtype) if w is None else norm.scaled(s, w, dtype)
 
 
 def _affine(weight, bias, summed: list[int], split: Callable[[Tensor], Tensor] = lambda z: z) -> dict[str, Any]:
     """The gradients of scale and shift: sums over every dimension that they are broadcast along."""
 
-    def total(z: Tensor, like: Tensor) -> Tensor:
-        return (z.sum(summed, keepdim=True) if summed else z).reshape(like.shape)
+    def total(d: Tensor) -> Tensor:
+        return (d.sum(summed, keepdim=True) if summed else d).reshape(bias.shape)
 
     return {
-        "grad": {} if weight is None else {weight: lambda d, s: total(s * split(d), weight)},
-        "add": {} if bias is None else {bias: lambda d: total(split(d), bias)},
+        "grad": {}
+        if weight is None
+        else {weight: lambda d, s: norm.scale_gradient(split(d), s, summed, list(weight.shape))},
+        "add": {} if bias is None else {bias: lambda d: total(split(d))},
     }

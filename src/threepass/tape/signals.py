@@ -15,7 +15,7 @@ def storage_of(z: Tensor) -> Storage:
     return storage._cdata, size if isinstance(size, int) else str(size)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ActivationMeta:
     """The metadata of an active tensor, by which the tape refers to it, so that the tensor itself can be freed."""
 

@@ -20,6 +20,7 @@ from .fuse_batch_norm import fuse_batch_norms
 from .fuse_conv import fuse
 from .fuse_layer_norm import fuse_layer_norms
 from .gates import mark_gates
+from .graph import write_out_formulas
 from .mixes import open_mixes, share_mixes
 from .products import take_products_early, write_out_alphas, write_out_thin_products
 from .recompute import activate_again, forget, rectify_again
@@ -45,6 +46,7 @@ def apply(graph: GraphModule, kernels: bool) -> None:
         pack_errors(graph.graph)
         keep_gated_sums(graph.graph)
         fuse_batch_norms(graph.graph)
+        write_out_formulas(graph.graph)
     for node in again:
         if node.target is _aten.convolution.default:  # `share_sums` would find that it is there already
             node.target = torch.ops.threepass.convolution.default

@@ -8,12 +8,18 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ..._torch_compat import FakeTensor, FakeTensorMode, arguments_of, to_copy, tree_leaves, tree_map
+from ...kernels.fusible import FORMULAS
 
 
-def is_elementwise(node: Node) -> bool:
+def is_elementwise(node: Any) -> bool:
     """Whether the compiler would make a node's value where it is read."""
     known = node.target is to_copy.default or getattr(node.target, "is_view", False)
-    return known or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return known or is_pointwise(node)
+
+
+def is_pointwise(node: Any) -> bool:
+    """Whether a node is an elementwise function of its operands; so is what formulas end with."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in FORMULAS
 
 
 def is_ours(node: Node) -> bool:
@@ -61,3 +67,15 @@ def put(node: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> N
 
 def value_of(node: Any) -> Tensor:
     return node.meta["val"]
+
+
+def only_reader(node: Any, target: Any) -> Any:
+    """The one reader of a node, if it calls the target."""
+    readers = [] if node is None else list(node.users)
+    return readers[0] if len(readers) == 1 and readers[0].target is target else None
+
+
+def write_out_formulas(graph: Graph) -> None:
+    """Shows the compiler the formulas that no kernel has replaced."""
+    for node in graph.nodes:
+        node.target = FORMULAS.get(node.target, node.target)

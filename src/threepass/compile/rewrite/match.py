@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..._torch_compat import to_copy, unsafe_view
-from .graph import call, value_of
+from .graph import call, is_pointwise, value_of
 
 _aten = torch.ops.aten
 _copy = to_copy.default
@@ -72,4 +72,4 @@ def is_made_where_read(z: Any) -> bool:
     """Whether the compiler would make z inside what alone reads it."""
     while len(z.users) == 1 and (getattr(z.target, "is_view", False) or z.target is unsafe_view.default):
         z = z.args[0]
-    return len(z.users) == 1 and torch.Tag.pointwise in getattr(z.target, "tags", ())
+    return len(z.users) == 1 and is_pointwise(z)
