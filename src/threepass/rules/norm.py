@@ -18,9 +18,10 @@ from torch.autograd.function import once_differentiable
 from .._torch_compat import batch_norm_backward, batch_norm_forward
 from ..kernels import norm
 from ..numerics.precision import accumulate_dtype
-from .table import Linearization, Tap, rule
+from .table import Linearization, Tap, has_symbolic_shape, rule
 
 _aten = torch.ops.aten
+_NATIVE = 0  # PyTorch's own implementation, in what `batch_norm_forward` returns
 
 
 def _tap(a, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled) -> Tap | None:
@@ -65,9 +66,11 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx, d):
         a, weight, mean, rstd, reserve = ctx.saved_tensors
         (kind, eps), mask = ctx.how, list(ctx.needs_input_grad[:3])
-        errors = batch_norm_backward(
-            kind, a, d, norm.not_zero(weight), None, None, mean, rstd, True, eps, mask, reserve
-        )
+        w = norm.not_zero(weight)
+        if kind == _NATIVE or has_symbolic_shape(a):
+            errors = _aten.native_batch_norm_backward(d, a, w, None, None, mean, rstd, True, eps, mask)
+        else:
+            errors = batch_norm_backward(kind, a, d, w, None, None, mean, rstd, True, eps, mask, reserve)
         return *(e if needed else None for e, needed in zip(errors, mask, strict=True)), *[None] * 5
 
 
