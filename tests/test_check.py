@@ -226,3 +226,21 @@ def test_errors_of_the_size_of_the_eager_ones_pass():
     check(program.plain, noisy(2**-8), values, len(program.state))
     with pytest.raises(CaptureError, match="against a float64 reference"):
         check(program.plain, noisy(TIMES), values, len(program.state))
+
+
+def test_a_sum_that_is_added_up_one_term_after_the_other_is_rounding():
+    """Inductor's loops do so, and lose more digits of equal terms than eager kernels, which add in pairs."""
+    x = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    program = trace(lambda x: [x.expand(4096, 64).sum(0)], [x])
+
+    def one_by_one(values):
+        found = torch.zeros(64)
+        for row in values[-1].expand(4096, 64):
+            found += row
+        return [found]
+
+    values = [*program.state, x]
+    assert figures(one_by_one(values)[0].double(), 4096 * x.double(), 0.0).error > 1e-5
+    check(program.plain, one_by_one, values)
+    with pytest.raises(CaptureError, match="against a float64 reference"):
+        check(program.plain, lambda values: [1.001 * one_by_one(values)[0]], values)

@@ -5,8 +5,9 @@ below `torch.fx.experimental`. A new torch that breaks the library breaks it her
 on each version; a test refuses such names elsewhere.
 """
 
+import contextlib
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +69,10 @@ __all__ = [
     "foreach_copy_",
     "foreach_mul",
     "foreach_norm",
+    "fsdp_groups",
+    "fsdp_initialize",
+    "fsdp_register_backward",
+    "fsdp_state",
     "function_modes",
     "function_modes_enabled",
     "get_proxy_mode",
@@ -83,6 +88,7 @@ __all__ = [
     "no_dispatch_modes",
     "number_of_function_modes",
     "overload_of",
+    "python_function_of",
     "safe_softmax",
     "set_mkldnn_enabled",
     "set_trace_switches",
@@ -96,6 +102,7 @@ __all__ = [
     "unsafe_index",
     "unsafe_index_put",
     "unsafe_view",
+    "without_fsdp_backward",
 ]
 
 # seen in 2.10 to 2.13: torch.library gives objects of these classes, and no public name for them
@@ -244,6 +251,11 @@ def set_trace_switches(compiling: bool, validate: bool, check: Any) -> None:
     torch._check_tensor_all_with = check
 
 
+def python_function_of(scripted: Any) -> Callable[..., Any] | None:
+    """The Python function that a TorchScript function was made from, which Dynamo runs too; seen in 2.10 to 2.13."""
+    return getattr(scripted, "_torchdynamo_inline", None)
+
+
 def is_dynamo_imported() -> bool:
     """Whether something may have been compiled by `torch.compile`; seen in 2.10 to 2.13."""
     return "torch._dynamo" in sys.modules
@@ -293,3 +305,40 @@ def keep_for_inductor(operations: set[Any]) -> None:
 
     for operation in operations - lowerings.keys():
         make_fallback(operation, layout_constraint=in_memory, warn=False)
+
+
+def fsdp_state(module: Any) -> Any:
+    """What FSDP2 keeps for a module that `fully_shard` was called on; seen in 2.10 to 2.13."""
+    return module._get_fsdp_state()
+
+
+def fsdp_groups(state: Any) -> list[Any]:
+    """The groups of parameters that are gathered together; seen in 2.10 to 2.13, more than one since 2.12."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return groups if groups is not None else [g for g in [state._fsdp_param_group] if g is not None]
+
+
+def fsdp_initialize(root: Any) -> None:
+    """What FSDP2 does before the first forward: finds the modules below the root; seen in 2.10 to 2.13."""
+    root._lazy_init()
+
+
+def fsdp_register_backward(root: Any, output: Any) -> Any:
+    """The output, whose backward pass will reduce gradients and reshard parameters; seen in 2.10 to 2.13."""
+    return root._register_pre_backward_hook(output)
+
+
+@contextlib.contextmanager
+def without_fsdp_backward(state: Any) -> Iterator[None]:
+    """The module's forward neither reshards nor registers hooks for a backward pass; seen in 2.10 to 2.13."""
+    groups = fsdp_groups(state)
+    state._register_pre_backward_hook = lambda output: output
+    for group in groups:
+        group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)
+        group.reshard = lambda: None
+    try:
+        yield
+    finally:
+        del state._register_pre_backward_hook
+        for group in groups:
+            del group._register_post_backward_hook, group.reshard

@@ -22,6 +22,7 @@ from .train.config import Config
 
 if TYPE_CHECKING:
     from .bench.case import Case
+    from .train.ranks import Ranks
     from .train.runs import Run
 
 
@@ -118,7 +119,8 @@ class Measurement:
     """One benchmark.
 
     Args:
-        model: mlp, plain20, resnet20 (or another depth 6n + 2), resnet18, vit, or module:function of your own.
+        model: mlp, plain20, resnet20 (or another depth 6n + 2), resnet18, vit, encoder (nn.TransformerEncoder), or
+            module:function of your own.
         model_options: for the model's function, as JSON.
         batch: images in a step.
         image: their height and width.
@@ -173,18 +175,21 @@ def train(
     Which number to turn: start with --strength 0.1 and change it by factors
     of 3. Which mode: ask threepass.advise in Python.
 
+    Several processes: torchrun --nproc-per-node 4 -m threepass train ... with
+    the same flags; --batch-size is that of all processes together.
+
     Settings that you leave out come from the recipe of the model and data set
-    (mlp on digits or mnist, plain20 and the like on cifar10 or cifar100), else
-    they have the defaults below. run.json has all that were used.
+    (mlp on digits or mnist, plain20 and the like on cifar10 or cifar100). Where
+    there is none, a run has strength 0.1 and the defaults below. The first line
+    says what was chosen; run.json has all that was used.
 
     Args:
         name: of the run; default: MODEL-DATA. An existing run is never overwritten.
         resume: go on with the run in this folder, by its own settings; --epochs with a larger number extends it.
         keep_going: train on when the loss is not finite, instead of stopping with exit code 3.
     """
-    from .train.folder import created, resumed
-    from .train.metrics import in_words
-    from .train.runs import Run
+    from .train.ranks import joined
+    from .train.runs import Run, find_device
 
     run = task.run(config)
     if resume is not None:
@@ -192,35 +197,50 @@ def train(
             raise ValueError("--name is for a new run, and --resume goes on with an old one: leave one out")
         values = {**vars(config), **vars(run)}
         run = Run.read(resume).resumed({flag: values[flag] for flag in given & values.keys()})
-    trainer = run.trainer()
-    place = Path("runs") / (name or task.name)
-    with resumed(resume) if resume is not None else created(place, numbered=True) as folder:
+    with joined(find_device(run.device)) as ranks:
+        if resume is None and ranks.is_first:
+            _say_what_was_chosen(task, recipes.train_defaults(task.model, task.data, given), config)
+        _train(run, ranks, Path("runs") / (name or task.name), resume, keep_going)
+
+
+def _train(run: "Run", ranks: "Ranks", place: Path, resume: Path | None, keep_going: bool) -> None:
+    """Trains in a new folder at `place`, or goes on in the folder `resume`; the first rank writes and reports."""
+    from .train.folder import created, resumed
+    from .train.metrics import in_words
+    from .train.ranks import folder_of_first
+
+    trainer = run.trainer(ranks)
+    with folder_of_first(ranks, lambda: created(place, numbered=True) if resume is None else resumed(resume)) as folder:
         trainer.begin(folder)
-        run.write(folder.path)
+        if ranks.is_first:
+            run.write(folder.path)
         try:
             history = trainer.run(keep_going=keep_going)
         except (KeyboardInterrupt, SystemExit):
-            print(f"threepass: to go on: threepass train --resume {folder.path}", file=sys.stderr)
+            if ranks.is_first:
+                print(f"threepass: to go on: threepass train --resume {folder.path}", file=sys.stderr)
             raise
-    last = history[-1]
-    print(f"{folder.path}: epoch {last['epoch']}, loss {last['train_loss']:.4f}, {in_words(last)}")
+    if ranks.is_first:
+        last = history[-1]
+        print(f"{folder.path}: epoch {last['epoch']}, loss {last['train_loss']:.4f}, {in_words(last)}")
 
 
 def compare(
     *,
     demo: bool = False,
     task: Annotated[Task, Flat] = TASK,
-    alphas: tuple[float, ...] = (0.1,),
+    alphas: tuple[float, ...] = (),
     strengths: tuple[float, ...] = (),
     seeds: int = 3,
     name: str | None = None,
     resume: bool = False,
     config: Annotated[Config, Settings] = CONFIG,
+    given: Annotated[frozenset[str], Parameter(parse=False)] = frozenset(),
 ) -> None:
     """Train by two passes and by three, on the same data order and initialisation, and write a report to runs/NAME.
 
     Settings, alphas and strengths that you leave out come from the recipe of
-    the model and data set, as in train.
+    the model and data set, as in train; without one, strengths are 0.1 0.3 1.
 
     Args:
         demo: a small net on digits, with settings of its own: what `make demo` runs, in about two minutes.
@@ -228,7 +248,7 @@ def compare(
         strengths: one method each, in the config's mode.
         seeds: runs of every method.
         name: of the folder; default: compare-MODEL-DATA. An existing one is never overwritten.
-        resume: go on with the comparison in runs/NAME.
+        resume: go on with the comparison in runs/NAME; give the same flags again.
     """
     from .init import init_
     from .study import compare as study
@@ -250,15 +270,17 @@ def compare(
     variants = [study.two_passes(), *(study.by_alpha(a, config.mode) for a in alphas)]
     variants += [study.by_strength(s, config.mode) for s in strengths]
     out, command = Path("runs") / (name or f"compare-{task.name}"), shlex.join(["threepass", *sys.argv[1:]])
+    _say_what_was_chosen(task, recipes.compare_defaults(task.model, task.data, given))
     study.compare(found, make_model, common, variants, seeds, out, resume=resume, command=command)
 
 
-def report(runs: tuple[Path, ...], /, *, out: Path = Path("runs/report")) -> None:
+def report(runs: tuple[Path, ...], /, *, out: Path | None = None) -> None:
     """Build one page from any set of runs and comparisons.
 
     Args:
         runs: their folders.
-        out: a folder, or the page's own name ending in .html.
+        out: a folder, or the page's own name ending in .html; a page that is there is replaced. Default: runs/report,
+            or the first of runs/report-2, runs/report-3, ... that is not there.
     """
     from .study.report import report as write
 
@@ -315,7 +337,7 @@ def bench(
         scaling: instead of one model, sweeps: depth, width, batch, image.
         out: write a JSON file; of a suite or sweep, the folder; default there: results/bench.
         table: measure nothing; print the tables of the results in this folder.
-        into: pages to put these tables into, between their marks.
+        into: pages to put these tables into, and the short ones of time and memory, between their marks.
     """
     from .bench import page, tables
     from .bench.case import Case, run
@@ -323,10 +345,9 @@ def bench(
     from .bench.suite import suite as run_suite
 
     if table is not None:
-        made = tables.markdown(table)
-        print(made)
+        print(tables.markdown(table))
         for target in into:
-            tables.fill(target, made)
+            tables.fill(target, table)
         return
     case = measurement.case()
     if suite is not None or scaling:
@@ -385,8 +406,7 @@ def reproduce(
     scale = plan.Scale(seeds, epochs, examples)
     if quick:
         torch.set_num_threads(1)  # on nets so narrow a second thread mostly waits for the first
-        given = {name: value for name, value in dataclasses.asdict(scale).items() if value is not None}
-        scale = dataclasses.replace(plan.QUICK, **given)
+        scale = plan.QUICK.replaced_by(scale)
     folder = results or Path("runs/paper-quick" if quick else "results/paper")
     jobs = plan.plan([name for name in _words(study) if name != "report"], scale)
     place = runner.Place(data, device, compile)
@@ -409,11 +429,19 @@ def _options(text: str) -> dict[str, Any]:
     return options
 
 
+def _say_what_was_chosen(task: Task, chosen: dict[str, Any], config: Config | None = None) -> None:
+    """One line on the settings that the user left out, and one on alpha where it slows training down."""
+    if chosen:
+        print(recipes.choice_in_words(task.model, task.data, chosen))
+    if config is not None and (words := recipes.alpha_in_words(config)):
+        print(words)
+
+
 def _fill_from_recipe(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """Gives flags that the user left out the values of the recipe for their model and data."""
     defaults = {"train": recipes.train_defaults, "compare": recipes.compare_defaults}.get("".join(commands))
     given = {a.field_info.name: a.tokens[-1].value for a in arguments if a.tokens}
-    if defaults is None or {"resume", "demo"} & {*given}:
+    if defaults is None or "demo" in given or (defaults is recipes.train_defaults and "resume" in given):
         return
     found = defaults(given.get("model", TASK.model), given.get("data", TASK.data), given)
     for argument in arguments:

@@ -17,26 +17,35 @@ from .core import engine, gradient_loss
 from .core.carried import Carried, rounded
 from .core.engine import Result
 from .core.gradient_loss import GradientOptions, GradientResult
-from .core.misuse import AccumulationWatch, warn_of_masks, warn_of_sum
-from .core.options import Options, check_x, own_loss
+from .core.misuse import (
+    AccumulationWatch,
+    BackwardWatch,
+    warn_of_masks,
+    warn_of_samples_along_dimension_1,
+    warn_of_sum,
+)
+from .core.options import Options, check_roles, check_x, own_loss
 from .core.penalty import Penalty
-from .core.ranks import count_ranks, loss_through
+from .core.ranks import count_ranks, loss_through, reduces_gradients
 from .core.scaler import scaled, times
 from .core.wrt import Wrt
 from .errors import UncompiledWarning, warn_caller
+
+Run = Callable[[nn.Module, Any], AnyResult]  # the passes of a model on x
+Capture = Callable[[nn.Module], Call]  # what is captured in their place
 
 
 class _Step:
     """What `ThreePass` and `GradientStep` share: a call runs eagerly or as a captured program, and adds to `p.grad`."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor], compile: bool | str):
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}: the model comes first")
+        check_roles(model, loss_fn)
         check_compile(compile)
         self.model, self.loss_fn, self.calls = model, loss_fn, 0
         self.scaler: GradScaler | None = None
         self.result: Any = None  # of the last call of `loss`
-        self.compiled = CompiledSteps(model, loss_fn, required=compile == "require") if compile else None
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        self.compiled = CompiledSteps(inner, loss_fn, required=compile == "require") if compile else None
         if is_wrapped_by_compile(model) and not compile:
             warn_caller(
                 f"the model is wrapped by torch.compile, which a {type(self).__name__} step does not use: it runs the "
@@ -44,50 +53,56 @@ class _Step:
                 UncompiledWarning,
             )
 
-    def _step(self, x: Any, y: Any, run: Callable[[nn.Module, Any], AnyResult], call: Callable[[], Call]) -> Any:
+    def _step(self, x: Any, y: Any, run: Run, call: Capture) -> Any:
         """One call. run: the passes of a model on x; call: what is captured in their place."""
+        if reduces_gradients(self.model):
+            loss, r = self._reduced(x, y, run, call)
+            loss.backward()
+        else:
+            r = self._alone(x, y, run, call)
+        self.calls += 1
+        return r
 
+    def _alone(self, x: Any, y: Any, run: Run, call: Capture) -> Any:
         def eager() -> AnyResult:
-            if isinstance(self.model, DistributedDataParallel):
-                loss, r = self._through_ddp(self.model, x, run)
-                loss.backward()
-                return r
             r = run(self.model, x)
             add_to_grad(self.model, r, self.scaler, self.calls)
             return r
 
-        r = eager() if self.compiled is None else self.compiled(x, y, call(), eager, self.calls, self.scaler)
-        self.calls += 1
-        return r
+        if self.compiled is None:
+            return eager()
+        return self.compiled(x, y, call(self.model), eager, self.calls, self.scaler)
 
-    def _loss(
-        self, x: Any, y: Any, run: Callable[[nn.Module, Any], AnyResult], call: Callable[[], Call], mean: float = 1.0
-    ) -> Tensor:
+    def _loss(self, x: Any, y: Any, run: Run, call: Capture, mean: float = 1.0) -> Tensor:
         """One call as a loss, whose backward adds the gradients times mean. Arguments as for `_step`."""
-        if isinstance(self.model, DistributedDataParallel):
-            loss, self.result = self._through_ddp(self.model, x, run, mean)
+        if reduces_gradients(self.model):
+            loss, self.result = self._reduced(x, y, run, call, mean)
         else:
-            steps, eager = self.compiled, partial(run, self.model, x)
-            self.result = eager() if steps is None else steps(x, y, call(), eager, self.calls, add=False)
+            self.result = self._passes(self.model, x, y, run, call)
             with torch.inference_mode(False), torch.enable_grad():
                 loss = self._carried(self.model, self.result, mean).loss()
         self.calls += 1
         return loss
 
-    def _through_ddp(
-        self, ddp: DistributedDataParallel, x: Any, run: Callable[[nn.Module, Any], AnyResult], mean: float = 1.0
-    ) -> tuple[Tensor, Any]:
-        """The loss of a step of the wrapped module, and its result under the names of the wrapper's parameters."""
+    def _reduced(self, x: Any, y: Any, run: Run, call: Capture, mean: float = 1.0) -> tuple[Tensor, Any]:
+        """The loss of a model that reduces gradients itself, and the result under the names of its parameters."""
         results: list[AnyResult] = []
 
         def passes(module: nn.Module, x: Any) -> Carried:
-            results.append(run(module, x))
+            results.append(self._passes(module, x, y, run, call))
             return self._carried(module, results[0], mean)
 
-        loss = loss_through(ddp, x, passes)
+        loss = loss_through(self.model, x, passes)
         (r,) = results
+        if not isinstance(self.model, DistributedDataParallel):
+            return loss, r
         named: dict[str, Any] = {n: grads and _prefixed(grads) for n in r.GRADIENTS for grads in [getattr(r, n)]}
         return loss, replace(r, **named)
+
+    def _passes(self, model: nn.Module, x: Any, y: Any, run: Run, call: Capture) -> Any:
+        """The passes, eagerly or as a captured program, without adding to `p.grad`."""
+        steps, eager = self.compiled, partial(run, model, x)
+        return eager() if steps is None else steps(x, y, call(model), eager, self.calls, add=False)
 
     def _carried(self, model: nn.Module, r: AnyResult, mean: float) -> Carried:
         """mean: what the gradients are multiplied by, to be those of a mean over the samples."""
@@ -117,7 +132,7 @@ class _Step:
 class ThreePass(_Step):
     """A training step by three passes, which adds its gradients to `p.grad`.
 
-        step = threepass.ThreePass(model, loss_fn, alpha=0.1)
+        step = threepass.ThreePass(model, loss_fn, strength=0.1)
         r = step(x, y)      # in place of loss = loss_fn(model(x), y); loss.backward()
         optimizer.step()
 
@@ -125,7 +140,11 @@ class ThreePass(_Step):
     hooks on parameters fire as they do in `backward()`.
 
     Args:
-        alpha: a number, or a function of the number of calls so far.
+        strength: the weight of the third pass; backpropagation's gradient has a weight of 1, so that the learning rate
+            of plain training stays right for a small one: start with 0.1.
+        alpha: the paper's weights, used where no strength is given: alpha for backpropagation and 1 - alpha for the
+            third pass. With the default of 0.1 backpropagation's gradient is a tenth of plain training's, so that SGD
+            needs ten times the learning rate, lr / alpha. A number, or a function of the number of calls so far.
         batch_size: the effective batch; it counts the samples of all ranks and micro-batches.
         every: run the third pass in every k-th call, starting with the first. The other calls add backpropagation's
             gradient alone, times alpha, or times 1 with strength.
@@ -134,14 +153,15 @@ class ThreePass(_Step):
             "require" makes it an error. See the page on compiled steps.
         scaler: the `torch.amp.GradScaler` of the loop. `p.grad` gets r.grads times its scale, as from
             `scaler.scale(loss).backward()`; `scaler.unscale_`, `scaler.step` and `scaler.update` follow as usual.
-        process_group: without `DistributedDataParallel`, the ranks that share the batch; default: all ranks.
+        process_group: without `DistributedDataParallel` or `fully_shard`, the ranks that share the batch; default: all
+            ranks.
 
     Loops that call `backward()` themselves use `step.loss(x, y)`, which returns a loss.
 
     Several ranks: the batch is that of all ranks, and the gradients are expected to be averaged over them.
-    `DistributedDataParallel` does it; without it, averaging `p.grad` is up to you. r.loss, r.input_loss and r.output
-    belong to this rank's samples; r.input_grad is dl/dx of the loss of the whole batch; the mean of r.grads over the
-    ranks is the gradient of the whole batch.
+    `DistributedDataParallel` and `fully_shard` do it; otherwise averaging `p.grad` is up to you. r.loss, r.input_loss
+    and r.output belong to this rank's samples; r.input_grad is dl/dx of the loss of the whole batch; the mean of
+    r.grads over the ranks is the gradient of the whole batch.
 
     Compiled steps: r.grads have the parameters' dtypes and may share memory with `p.grad`. On a GPU the next call
     overwrites r.grads and r.input_grad: clone what you keep. Hooks on parameters fire; hooks on autograd nodes do not.
@@ -180,7 +200,7 @@ class ThreePass(_Step):
         Options(self.alpha(0), **self.options)
         super().__init__(model, loss_fn or own_loss, compile)
         self.scaler = scaler
-        self._watch, self._is_first = AccumulationWatch(), True
+        self._watch, self._loss_watch, self._is_first = AccumulationWatch(), BackwardWatch(), True
 
     def __call__(self, x: Any, y: Any = None) -> Result:
         """Runs one step on a batch and adds its gradients to `p.grad`."""
@@ -191,7 +211,7 @@ class ThreePass(_Step):
         def run(model: nn.Module, x: Any) -> Result:
             return self._run(model, x, y, options, third)
 
-        r = self._step(x, y, run, lambda: three_pass_call(self.model, self.loss_fn, options, third))
+        r = self._step(x, y, run, partial(self._call, options=options, third=third))
         self._watch.after_call(self.model.parameters())
         self._look_at_first(x, y, r, options)
         return r
@@ -211,20 +231,26 @@ class ThreePass(_Step):
             raise ValueError("pass the loss to scaler.scale(), and no scaler= to ThreePass")
         options, third = self._options()
         mean = 1.0 if options.batch_size is None else options.part(0) / check_x(x, options)
+        is_watched = options.batch_size is None and options.depends_on_batch
+        if is_watched:
+            self._loss_watch.before_loss(self.model.parameters())
 
         def run(model: nn.Module, x: Any) -> Result:
             return self._run(model, x, y, options, third)
 
-        loss = self._loss(x, y, run, lambda: three_pass_call(self.model, self.loss_fn, options, third), mean)
+        loss = self._loss(x, y, run, partial(self._call, options=options, third=third), mean)
+        if is_watched:
+            self._loss_watch.follow(loss, self.model.parameters())
         self._look_at_first(x, y, self.result, options)
         return loss
 
     def _look_at_first(self, x: Any, y: Any, r: Result, options: Options) -> None:
-        """Warns, after the first call, of a summed loss and of masks that are taken for the input."""
+        """Warns, after the first call, of a summed loss, of samples that are not first, and of masks as the input."""
         if not self._is_first:
             return
         self._is_first = False
         warn_of_sum(self.model, self.loss_fn, x, y, r.output, r.loss)
+        warn_of_samples_along_dimension_1(self.model, x, y)
         if options.input_at is None and options.wrt is None:
             warn_of_masks(self.model, x)
 
@@ -235,6 +261,9 @@ class ThreePass(_Step):
 
     def _run(self, model: nn.Module, x: Any, y: Any, options: Options, third: bool) -> Result:
         return engine.run(model, self.loss_fn, x, y, _inside(self.model, model, options), third=third)
+
+    def _call(self, model: nn.Module, options: Options, third: bool) -> Call:
+        return three_pass_call(model, self.loss_fn, _inside(self.model, model, options), third)
 
 
 def loss(
@@ -275,7 +304,7 @@ class GradientStep(_Step):
         compile: as for `ThreePass`. Compiled steps do not look for NaN and infinite derivatives of the loss.
 
     Several ranks: each computes the gradients of its own loss, which are to be averaged, as in plain training;
-    `DistributedDataParallel` does it.
+    `DistributedDataParallel` and `fully_shard` do it.
     """
 
     def __init__(
@@ -301,8 +330,8 @@ class GradientStep(_Step):
     def _run(self, model: nn.Module, x: Any, y: Any) -> GradientResult:
         return gradient_loss.run(model, self.loss_fn, x, y, _inside(self.model, model, self.options))
 
-    def _call(self) -> Call:
-        return gradient_call(self.model, self.loss_fn, self.options)
+    def _call(self, model: nn.Module) -> Call:
+        return gradient_call(model, self.loss_fn, _inside(self.model, model, self.options))
 
 
 def _inside(outer: nn.Module, model: nn.Module, options: Any) -> Any:

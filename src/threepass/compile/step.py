@@ -21,6 +21,7 @@ from ..core.engine import Result
 from ..core.gradient_loss import GradientOptions, GradientResult
 from ..core.options import Options, check_model
 from ..core.scaler import scaled
+from ..core.sharded import is_fully_sharded
 from ..errors import CaptureError
 from ..numerics.precision import weights_dtype
 from ..tape.state import unchanged_on_error
@@ -230,6 +231,8 @@ class CompiledSteps:
         """The step after so many calls, added to `p.grad` if `add`; `eager` runs it where there is no program."""
         step = None
         try:
+            if is_fully_sharded(self.model):
+                raise CaptureError("fully_shard gathers parameters and reduces gradients in hooks")
             flat, spec = flattened(x, y)
         except CaptureError as error:
             self.programs.refuse(error)

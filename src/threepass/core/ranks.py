@@ -1,12 +1,12 @@
 """Several ranks: over how many the gradients are averaged, and how they get through DistributedDataParallel.
 
 Each of R ranks computes a mean loss over its own n samples, and the ranks' gradients are averaged, by
-DistributedDataParallel or by hand. So training minimises l = mean over the ranks of their mean losses, in which a
-sample has the weight w = 1 / (R n): 1 / B, B counting the samples of all ranks, where the ranks have equally many. Pass
-3 is that of the same l. Its errors are w d_i, which come out of the rank's own mean loss and the averaging; it starts
-from dl/dx_i = w dl_i/dx_i, a rank's own dl/dx over R, with reduction="batch", and from dl_i/dx_i, n times a rank's own
-dl/dx, with reduction="sample" and with strength. No rank needs to know how many samples the others have, and nothing
-is communicated but the gradients.
+DistributedDataParallel, by `fully_shard` (`sharded.py`) or by hand. So training minimises l = mean over the ranks of
+their mean losses, in which a sample has the weight w = 1 / (R n): 1 / B, B counting the samples of all ranks, where the
+ranks have equally many. Pass 3 is that of the same l. Its errors are w d_i, which come out of the rank's own mean loss
+and the averaging; it starts from dl/dx_i = w dl_i/dx_i, a rank's own dl/dx over R, with reduction="batch", and from
+dl_i/dx_i, n times a rank's own dl/dx, with reduction="sample" and with strength. No rank needs to know how many samples
+the others have, and nothing is communicated but the gradients.
 
 With batch_size=B every sample has the weight 1 / B instead, whatever the ranks and micro-batches that it is divided
 among: a rank then computes the gradient of R / B times the sum of its samples' losses.
@@ -22,17 +22,22 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .carried import Carried
+from .sharded import count_shards, is_fully_sharded, loss_through_shards, sharded_modules
 
 
 def count_ranks(model: nn.Module, process_group: Any = None) -> int:
-    """The ranks whose gradients are averaged: of DistributedDataParallel's group, else of process_group, else all."""
+    """The ranks whose gradients are averaged: those of DistributedDataParallel or `fully_shard`, else of process_group.
+
+    Without any of them all ranks.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return 1
     sizes = {m.process_group.size() for m in model.modules() if isinstance(m, DistributedDataParallel)}
+    sizes |= count_shards(model)
     if len(sizes) > 1:
         raise NotImplementedError(
-            f"the model has DistributedDataParallel modules over different numbers of ranks, {sorted(sizes)}: "
-            "wrap the whole model once"
+            f"gradients of the model's parts are averaged over different numbers of ranks, {sorted(sizes)}, by "
+            "DistributedDataParallel or fully_shard: wrap the whole model once, and shard all parts over the same mesh"
         )
     size = sizes.pop() if sizes else dist.get_world_size(process_group)
     if size < 1:
@@ -49,17 +54,14 @@ def check_parallel(model: nn.Module) -> None:
         )
     if not (dist.is_available() and dist.is_initialized()):
         return
-    instead = "use DistributedDataParallel, which keeps whole parameters on every rank"
     fsdp, tensor = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("torch.distributed.tensor")
     sharded = [name for name, p in model.named_parameters() if tensor is not None and isinstance(p, tensor.DTensor)]
     if sharded:
-        raise NotImplementedError(
-            f"{len(sharded)} parameter(s) of the model are DTensors ({sharded[0]!r}, for example): three passes do not "
-            f"support parameters that are distributed over ranks (fully_shard, tensor parallelism); {instead}"
-        )
+        what = f"{len(sharded)} parameter(s) of the model are DTensors ({sharded[0]!r}, for example)"
+        raise NotImplementedError(f"{what}: {_what_to_do_with_shards(model)}")
     for module in model.modules():
         if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
-            raise NotImplementedError(f"three passes do not support FullyShardedDataParallel; {instead}")
+            raise NotImplementedError("three passes do not support FullyShardedDataParallel; use fully_shard (FSDP2)")
         if isinstance(module, nn.SyncBatchNorm) and module.training and dist.get_world_size(module.process_group) > 1:
             raise NotImplementedError(
                 "SyncBatchNorm in training mode makes each rank's output depend on the samples of all ranks, and three "
@@ -67,6 +69,17 @@ def check_parallel(model: nn.Module) -> None:
             )
         if isinstance(module, DistributedDataParallel):
             _check_recorded(module)
+
+
+def _what_to_do_with_shards(model: nn.Module) -> str:
+    if is_fully_sharded(model):
+        return "models sharded by fully_shard are supported by ThreePass and its .loss, not by three_pass"
+    if sharded_modules(model):
+        return "fully_shard was called on parts of the model only; call it on the whole model too, after its parts"
+    return (
+        "three passes do not support tensor parallelism; use DistributedDataParallel or fully_shard on a mesh for data "
+        "parallelism alone"
+    )
 
 
 def _check_recorded(ddp: DistributedDataParallel) -> None:
@@ -79,7 +92,19 @@ def _check_recorded(ddp: DistributedDataParallel) -> None:
             )
 
 
-def loss_through(ddp: DistributedDataParallel, x: Any, passes: Callable[[nn.Module, Any], Carried]) -> Tensor:
+def reduces_gradients(model: nn.Module) -> bool:
+    """Whether the model itself averages gradients over ranks, in the backward pass of a loss."""
+    return isinstance(model, DistributedDataParallel) or is_fully_sharded(model)
+
+
+def loss_through(model: nn.Module, x: Any, passes: Callable[[nn.Module, Any], Carried]) -> Tensor:
+    """Runs `passes(module, x)` of a model that `reduces_gradients`; the loss, whose backward pass reduces them."""
+    if isinstance(model, DistributedDataParallel):
+        return _loss_through_ddp(model, x, passes)
+    return loss_through_shards(model, x, passes)
+
+
+def _loss_through_ddp(ddp: DistributedDataParallel, x: Any, passes: Callable[[nn.Module, Any], Carried]) -> Tensor:
     """Runs `passes(module, x)` in place of the wrapped module's forward, and returns the loss with their gradients.
 
     DistributedDataParallel finds out in its forward which parameters are used, and averages gradients when a backward

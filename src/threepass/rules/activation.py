@@ -76,7 +76,7 @@ def _of_kind(kind: str, a: Tensor) -> Linearization:
 
 def smooth(first: Callable[[Tensor], Tensor], z: Tensor, second: Callable[[Tensor], Tensor]) -> Linearization:
     """first: r -> conj(f') r, as in pass 2; second: z -> f'', of a or of u. A real tensor is its own conjugate."""
-    dtype = torch.promote_types(z.dtype, torch.float32)
+    dtype = accumulate_dtype(z.dtype)
     return Linearization(
         push=lambda t: first(t.to(z.dtype).conj()).conj(),
         pull=lambda r: first(r.to(z.dtype)),

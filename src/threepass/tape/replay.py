@@ -1,6 +1,7 @@
 """Running a recorded operation again under the conditions of pass 1: autocast, random state, kernels."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,6 @@ from ..rules.table import is_users, name_of
 from .state import random_state, set_random_state
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
-MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 SILENT_WRITES = {torch.batch_norm: (3, 4), torch.instance_norm: (3, 4)}  # running statistics: no version changes
 _RANDOM = {
@@ -26,8 +26,14 @@ _RANDOM = {
 
 def is_random(func: Callable[..., Any], values: list[Any]) -> bool:
     """Whether a call may draw random numbers; any user-defined operation may."""
-    drops = func in (ATTENTION, MULTI_HEAD) and any(isinstance(v, float) and v > 0 for v in values)
-    return is_users(func) or drops or func in _RECURRENT or name_of(func).removesuffix("_") in _RANDOM
+    if func is ATTENTION:
+        return any(isinstance(v, float) and v > 0 for v in values)
+    return _may_draw(func)
+
+
+@functools.cache
+def _may_draw(func: Callable[..., Any]) -> bool:
+    return is_users(func) or func in _RECURRENT or name_of(func).removesuffix("_") in _RANDOM
 
 
 @contextlib.contextmanager
@@ -62,7 +68,7 @@ def as_recorded(
             stack.callback(set_random_state, now, device)
             set_random_state(rng, device)
             stack.enter_context(refusing_random_numbers_in_trace(name_of(func)))
-        if func in (ATTENTION, MULTI_HEAD):
+        if func is ATTENTION:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if func in (*_RECURRENT, torch.grid_sampler):
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))

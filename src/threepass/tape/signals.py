@@ -14,7 +14,7 @@ def storage_of(z: Tensor) -> Storage:
     return storage._cdata, storage.nbytes()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ActivationMeta:
     """The metadata of an active tensor, by which the tape refers to it, so that the tensor itself can be freed."""
 

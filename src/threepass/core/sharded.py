@@ -1,0 +1,64 @@
+"""Models sharded by `fully_shard` (FSDP2): the three passes of such a model as a loss whose backward reduces gradients.
+
+Parameters are DTensors between steps. Before pass 1 all of them are gathered, and they stay gathered for passes 2 and
+3, which read the weights again: a step needs the memory of the whole model's parameters and gradients, in the format of
+the mixed-precision policy, and optimizer states stay sharded. FSDP's hooks run in pass 1 for what they do besides: they
+move and cast the inputs and outputs. Its hooks for the backward pass are left out of the passes and attached to the
+loss instead, so that `loss.backward()` reduces, scatters and reshards as it does for any loss: accumulation by
+`set_requires_gradient_sync`, the policy's `reduce_dtype` and frozen parameters are FSDP's own.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._torch_compat import fsdp_groups, fsdp_initialize, fsdp_register_backward, fsdp_state, without_fsdp_backward
+from .carried import Carried
+
+
+def is_fully_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` was called on the model itself."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """The modules that `fully_shard` was called on."""
+    return [m for m in model.modules() if is_fully_sharded(m)]
+
+
+def count_shards(model: nn.Module) -> set[int]:
+    """Over how many ranks FSDP averages gradients; the ranks that hold copies (a 2D mesh) count too."""
+    return {group.mesh_info.mesh.size() for m in sharded_modules(model) for group in fsdp_groups(fsdp_state(m))}
+
+
+def loss_through_shards(model: nn.Module, x: Any, passes: Callable[[nn.Module, Any], Carried]) -> Tensor:
+    """Runs `passes(model, x)` on gathered parameters, and returns the loss with their gradients."""
+    root = fsdp_state(model)
+    fsdp_initialize(root)
+    with torch.inference_mode(False), torch.enable_grad():
+        with _gathered(model):
+            loss = passes(model, x).loss()
+        return fsdp_register_backward(root, loss)
+
+
+@contextlib.contextmanager
+def _gathered(model: nn.Module) -> Iterator[None]:
+    """All parameters are gathered, and stay so; on an error they are sharded again."""
+    modules = sharded_modules(model)
+    pending = [m.unshard(async_op=True) for m in modules]
+    for handle in pending:
+        handle.wait()
+    try:
+        with contextlib.ExitStack() as stack:
+            for m in modules:
+                stack.enter_context(without_fsdp_backward(fsdp_state(m)))
+            yield
+    except BaseException:
+        for m in modules:
+            m.reshard()
+        raise
