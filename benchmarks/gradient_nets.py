@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import math
 import sys
-import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,11 +92,9 @@ class SchNetPack(nn.Module):
 def _schnetpack(name: str) -> Any:
     if "schnetpack" not in sys.modules:
         spec = importlib.util.find_spec("schnetpack")
-        if spec is None or spec.submodule_search_locations is None:
-            raise ModuleNotFoundError("schnetpack")
-        package = types.ModuleType("schnetpack")
-        package.__path__ = list(spec.submodule_search_locations)
-        sys.modules["schnetpack"] = package
+        if spec is None:
+            raise ModuleNotFoundError("schnetpack is not installed", name="schnetpack")
+        sys.modules["schnetpack"] = importlib.util.module_from_spec(spec)
     return importlib.import_module(f"schnetpack.{name}")
 
 

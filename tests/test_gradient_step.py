@@ -328,6 +328,18 @@ def test_tensors_outside_of_the_model_are_named():
         threepass.gradient_step(two_layers(), lambda o, g, y: weight * forces(o, g, y), X, Y)
 
 
+def test_a_grad_scaler_scales_the_loss():
+    model, scaler = two_layers(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    expected = threepass.gradient_step(model, forces, X, Y).grads
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    scaler.scale(threepass.GradientStep(model, forces).loss(X, Y)).backward()
+    assert_close({n: p.grad for n, p in model.named_parameters()}, _times(1024.0, expected), 1e-12)
+    scaler.step(optimizer)
+    scaler.update()
+    assert_close({n: before[n] - p for n, p in model.named_parameters()}, _times(0.1, expected), 1e-9)
+
+
 def _scattered(x, index):
     return x.new_zeros(2, x.shape[1]).index_add(0, index, x.tanh())
 

@@ -333,6 +333,26 @@ def test_a_captured_step_with_the_operation_is_the_engines(net, exact):
     torch.testing.assert_close(program(*inputs), eager(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+@pytest.mark.usefixtures("everywhere")
+def test_separate_terms(mode):
+    """x̂ has another reader, backpropagation's gradient of the scale, and the third pass's is without a mix."""
+    torch.manual_seed(0)
+    model, x, y = stack(Block(24), Block(24)), torch.randn(8, 4, 12), torch.arange(8)
+    options = Options(alpha=0.5, mode=mode, separate=True)
+
+    def step(x, y, weights=None):
+        weights = None if weights is None else (weights[0], weights[1])
+        r = run(model, F.cross_entropy, x, y, options, weights=weights)
+        return [*r.grads.values(), *r.backprop_grads.values(), *r.third_grads.values()]
+
+    inputs = [x, y, torch.tensor([0.5, 0.5])]
+    program = trace(step, inputs)
+    assert len(calls(program)) == 3
+    assert len(calls(program, BEND)) == (3 if mode == "exact" else 0)
+    torch.testing.assert_close(program(*inputs), step(x, y), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_first_of_all_and_before_a_flat_loss(dtype):

@@ -22,6 +22,7 @@ from .train.config import Config
 
 if TYPE_CHECKING:
     from .bench.case import Case
+    from .train.ranks import Ranks
     from .train.runs import Run
 
 
@@ -174,6 +175,9 @@ def train(
     Which number to turn: start with --strength 0.1 and change it by factors
     of 3. Which mode: ask threepass.advise in Python.
 
+    Several processes: torchrun --nproc-per-node 4 -m threepass train ... with
+    the same flags; --batch-size is that of all processes together.
+
     Settings that you leave out come from the recipe of the model and data set
     (mlp on digits or mnist, plain20 and the like on cifar10 or cifar100). Where
     there is none, a run has strength 0.1 and the defaults below. The first line
@@ -184,9 +188,8 @@ def train(
         resume: go on with the run in this folder, by its own settings; --epochs with a larger number extends it.
         keep_going: train on when the loss is not finite, instead of stopping with exit code 3.
     """
-    from .train.folder import created, resumed
-    from .train.metrics import in_words
-    from .train.runs import Run
+    from .train.ranks import joined
+    from .train.runs import Run, find_device
 
     run = task.run(config)
     if resume is not None:
@@ -194,20 +197,32 @@ def train(
             raise ValueError("--name is for a new run, and --resume goes on with an old one: leave one out")
         values = {**vars(config), **vars(run)}
         run = Run.read(resume).resumed({flag: values[flag] for flag in given & values.keys()})
-    trainer = run.trainer()
-    place = Path("runs") / (name or task.name)
-    with resumed(resume) if resume is not None else created(place, numbered=True) as folder:
-        trainer.begin(folder)
-        run.write(folder.path)
-        if resume is None:
+    with joined(find_device(run.device)) as ranks:
+        if resume is None and ranks.is_first:
             _say_what_was_chosen(task, recipes.train_defaults(task.model, task.data, given), config)
+        _train(run, ranks, Path("runs") / (name or task.name), resume, keep_going)
+
+
+def _train(run: "Run", ranks: "Ranks", place: Path, resume: Path | None, keep_going: bool) -> None:
+    """Trains in a new folder at `place`, or goes on in the folder `resume`; the first rank writes and reports."""
+    from .train.folder import created, resumed
+    from .train.metrics import in_words
+    from .train.ranks import folder_of_first
+
+    trainer = run.trainer(ranks)
+    with folder_of_first(ranks, lambda: created(place, numbered=True) if resume is None else resumed(resume)) as folder:
+        trainer.begin(folder)
+        if ranks.is_first:
+            run.write(folder.path)
         try:
             history = trainer.run(keep_going=keep_going)
         except (KeyboardInterrupt, SystemExit):
-            print(f"threepass: to go on: threepass train --resume {folder.path}", file=sys.stderr)
+            if ranks.is_first:
+                print(f"threepass: to go on: threepass train --resume {folder.path}", file=sys.stderr)
             raise
-    last = history[-1]
-    print(f"{folder.path}: epoch {last['epoch']}, loss {last['train_loss']:.4f}, {in_words(last)}")
+    if ranks.is_first:
+        last = history[-1]
+        print(f"{folder.path}: epoch {last['epoch']}, loss {last['train_loss']:.4f}, {in_words(last)}")
 
 
 def compare(

@@ -7,7 +7,8 @@ Everything is computed in float32 at least. RMS norms have no mean: centred is F
 w x̂ + b, as it is broadcast along x̂. `kernels/layer_norm` and `kernels/batch_norm` have kernels that take the place of
 these formulas.
 
-Means are sums over a count: the gradients of scale and shift take the same sums, and the compiler takes each once.
+Means are sums over a count: the gradients of scale and shift take the same sums, and the compiler takes each once. The
+kernels of batch norm take all sums of a tensor at once, and leave the rest of a formula to the compiler.
 """
 
 import math
@@ -31,10 +32,13 @@ def normalized(a: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor, 
 
 
 @fusible("norm_jacobian")
-def jacobian(z: Tensor, x_hat: Tensor, rstd: Tensor, dims: list[int], centred: bool) -> Tensor:
-    """J z"""
+def jacobian(
+    z: Tensor, x_hat: Tensor, rstd: Tensor, dims: list[int], centred: bool, sums: Tensor | None = None
+) -> Tensor:
+    """J z. sums: if they are known, sum z and sum x̂ z, as rows."""
     z = z.to(rstd.dtype)
-    return jacobian_by_means(z, x_hat, rstd, mean_of(z, dims) if centred else None, mean_of(x_hat * z, dims))
+    shifted = z - mean_of(z, dims, sums) if centred else z
+    return rstd * (shifted - x_hat * mean_of(x_hat * z, dims, sums, 1))
 
 
 @fusible("norm_scaled")
@@ -55,14 +59,25 @@ def curved(
 ) -> Tensor:
     """d/da < w d , J t >, with d the error of u."""
     g = _weighted(d, weight, rstd.dtype)
-    along = mean_of(x_hat * g, dims)
-    return _curvature(jacobian.formula(g, x_hat, rstd, dims, centred), t, along, x_hat, rstd, dims, centred)
+    d_a, along = jacobian.formula(g, x_hat, rstd, dims, centred), mean_of(x_hat * g, dims)
+    return curved_at_input.formula(d_a, t, along, x_hat, rstd, dims, centred)
 
 
 @fusible("norm_curved_at_input")
-def curved_at_input(d_a: Tensor, t: Tensor, along: Tensor, x_hat: Tensor, rstd: Tensor, dims: list[int]) -> Tensor:
-    """d/da < g , J t >, given d_a = J g and along = mean(x̂ g)."""
-    return _curvature(d_a, t, along, x_hat, rstd, dims, True)
+def curved_at_input(
+    d_a: Tensor,
+    t: Tensor,
+    along: Tensor,
+    x_hat: Tensor,
+    rstd: Tensor,
+    dims: list[int],
+    centred: bool,
+    sums: Tensor | None = None,
+) -> Tensor:
+    """d/da < g , J t >, given d_a = J g and along = mean(x̂ g). sums: if known, sum t, sum x̂ t and sum d_a t."""
+    d_a, t = d_a.to(rstd.dtype), t.to(rstd.dtype)
+    terms = x_hat * mean_of(d_a * t, dims, sums, 2) + mean_of(x_hat * t, dims, sums, 1) * d_a
+    return -rstd * (terms + along * jacobian.formula(t, x_hat, rstd, dims, centred, sums))
 
 
 @fusible("norm_scale_gradient")
@@ -84,27 +99,10 @@ def not_zero(weight: Tensor) -> Tensor:
     return torch.where(weight.abs() < TINY, torch.full_like(weight, TINY), weight)
 
 
-def mean_of(z: Tensor, dims: list[int]) -> Tensor:
-    return z.sum(dims, keepdim=True) / math.prod(z.shape[i] for i in dims)
-
-
-def jacobian_by_means(z: Tensor, x_hat: Tensor, rstd: Tensor, mean: Tensor | None, along: Tensor) -> Tensor:
-    """J z, given mean(z) and mean(x̂ z)."""
-    return rstd * ((z if mean is None else z - mean) - x_hat * along)
-
-
-def curvature_by_means(
-    d_a: Tensor, j_t: Tensor, along: Tensor, x_hat: Tensor, rstd: Tensor, d_t: Tensor, x_t: Tensor
-) -> Tensor:
-    """d/da < g , J t >, given d_a = J g, J t and the means of x̂ g, d_a t and x̂ t."""
-    return -rstd * (x_hat * d_t + x_t * d_a + along * j_t)
-
-
-def _curvature(d_a, t, along, x_hat, rstd, dims, centred) -> Tensor:
-    d_a, t = d_a.to(rstd.dtype), t.to(rstd.dtype)
-    d_t, x_t = mean_of(d_a * t, dims), mean_of(x_hat * t, dims)
-    j_t = jacobian.formula(t, x_hat, rstd, dims, centred)
-    return curvature_by_means(d_a, j_t, along, x_hat, rstd, d_t, x_t)
+def mean_of(z: Tensor, dims: list[int], sums: Tensor | None = None, row: int = 0) -> Tensor:
+    """The mean over `dims`, by a sum, or by a row of sums that are known."""
+    total = z.sum(dims, keepdim=True) if sums is None else sums[row].view([1, -1] + [1] * (z.dim() - 2))
+    return total / math.prod(z.shape[i] for i in dims)
 
 
 def _weighted(z: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import CaptureError
-from .linearity import is_affine
+from .linearity import commutes_with_tangent, is_affine
 from .table import is_users
 
 _no_forward_ad: set[Any] = set()
@@ -30,6 +30,8 @@ Signal = list[Tensor | None]
 
 def push(op, t: Signal) -> Signal:
     """The tangents of the outputs, from those of the active arguments."""
+    if not op.weights and not op.written and commutes_with_tangent(op.func):
+        return _on_tangents(op, t)
     if op.func not in _no_forward_ad:
         try:
             tangents = _forward_ad(op, t)
@@ -44,6 +46,15 @@ def push(op, t: Signal) -> Signal:
         if unsupported:  # for every call; other errors may concern this call only
             _no_forward_ad.add(op.func)
     return _double_backward_push(op, t)
+
+
+def _on_tangents(op, t: Signal) -> Signal:
+    """The operation on the tangents in place of the arguments; of a tensor that has none, on zeros."""
+    values = [torch.zeros_like(v) if isinstance(v, Tensor) else v for v in op.values]
+    for (i, _), s in zip(op.active, t, strict=True):
+        values[i] = values[i] if s is None else s.to(values[i].dtype)
+    with torch.no_grad():
+        return list(op.call(values))
 
 
 def _forward_ad(op, t: Signal) -> Signal:

@@ -46,6 +46,10 @@ OPERATIONS = {  # by the name that the tape records, without the underscore of i
     "unbind": LINEAR, "unflatten": LINEAR, "unfold": LINEAR, "unsqueeze": LINEAR, "upsample_bilinear2d": AFFINE,
     "upsample_nearest2d": LINEAR, "view": LINEAR, "view_as": LINEAR, "vstack": AFFINE, "where": AFFINE,
 }
+PIECEWISE = {  # linear on each piece, so that the tangent is not the function of the tangent
+    "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "leaky_relu", "max_pool1d", "max_pool2d",
+    "max_pool3d", "relu",
+}
 # fmt: on
 
 
@@ -60,6 +64,12 @@ def is_linear(func: Any, values: list[Any], active: list[int]) -> bool:
         return False
     linearity = _linearity(func)
     return LINEAR in linearity or (IN_BOTH in linearity and len(active) == 2)
+
+
+@functools.cache
+def commutes_with_tangent(func: Any) -> bool:
+    """Whether the tangent of the results is the function of the tangent: linear as a whole, not in pieces."""
+    return LINEAR in _linearity(func) and name_of(func).removesuffix("_") not in PIECEWISE
 
 
 @functools.cache

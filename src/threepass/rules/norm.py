@@ -153,7 +153,7 @@ def _norm_at_input(u, a, weight, bias, eps) -> Linearization:
 
     def curve(d: Tensor, t: Tensor, scale: Tensor, *_: Any) -> Tensor:
         along = _scale(scale.view(shape) / count, w, dtype)
-        return norm.curved_at_input(d, t, along, group.x_hat, group.rstd, dims)
+        return norm.curved_at_input(d, t, along, *group)
 
     return Linearization(
         signal=group.x_hat,

@@ -22,6 +22,7 @@ from .._torch_compat import (
     DisableTorchFunction,
     function_modes,
     function_modes_enabled,
+    get_proxy_mode,
     python_function_of,
     set_trace_switches,
     trace_switches,
@@ -111,6 +112,22 @@ def dropout_as_product(func, values, spec):
     draw = torch.dropout if func in (torch.dropout, torch.dropout_) else torch.feature_dropout
     mask = draw(torch.ones_like(a, requires_grad=False), p, True)
     return DROPOUT[func], *flatten((a, mask), {})
+
+
+def rows_as_index_select(func, values, spec):
+    """a[index] with a vector of whole numbers as `index_select`, several times as fast on a CPU, backward too."""
+    a, index = values[:2]
+    is_vector = isinstance(index, Tensor) and index.dim() == 1 and index.dtype in (torch.int64, torch.int32)
+    if not is_vector or a.dim() == 0 or get_proxy_mode() is not None:
+        return func, values, spec
+    rows = torch.where(index < 0, index + a.shape[0], index)
+    return torch.index_select, *flatten((a, 0, rows), {})
+
+
+REPLACED: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(DROPOUT, dropout_as_product),
+    Tensor.__getitem__: rows_as_index_select,
+}
 
 
 @functools.cache

@@ -32,8 +32,7 @@ from ..rules.table import Rule, rule_for
 from .activity import ActivityTracker
 from .arguments import flatten, tensors_in, unflatten
 from .intercept import (
-    DROPOUT,
-    dropout_as_product,
+    REPLACED,
     intercepting_functions,
     python_body,
     with_separate_histories,
@@ -168,8 +167,8 @@ class Record(ActivityTracker):
         tensors = [(i, z) for i, z in enumerate(values) if isinstance(z, Tensor)]
         active = [(i, z) for i, z in tensors if self.is_active(z)]
         if active and torch.is_grad_enabled():
-            if func in DROPOUT:
-                func, values, spec = dropout_as_product(func, values, spec)
+            if func in REPLACED:
+                func, values, spec = REPLACED[func](func, values, spec)
                 tensors = [(i, z) for i, z in enumerate(values) if isinstance(z, Tensor)]
             return self._operation(func, values, spec, tensors, active)
         if tensors and writes_to(func):

@@ -90,22 +90,32 @@ def write(path: Path, packed: Packed) -> None:
 
 def load(path: Path, model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Puts model, optimizer and random states back; returns the sums and the rest of the state."""
+    return unpack(read(path), model, optimizer)
+
+
+def read(path: Path) -> Packed:
+    """The checkpoint at `path`, with its tensors on the CPU."""
     folder = find(path)
-    state = read_state(folder)
+    return _read_tensors(folder / "tensors.safetensors"), read_state(folder)
+
+
+def unpack(packed: Packed, model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Puts model, optimizer and random states back; returns the sums and the rest of the state."""
+    on_cpu, state = packed
     first = next(model.parameters())
-    tensors = {k: z.to(first.device) for k, z in _read_tensors(folder / "tensors.safetensors").items()}
+    tensors = {k: z.to(first.device) for k, z in on_cpu.items()}
     try:
         model.load_state_dict({k.removeprefix("model/"): z for k, z in tensors.items() if k.startswith("model/")})
     except RuntimeError as error:
-        raise ValueError(f"{folder} is of another model: {' '.join(str(error).split())}") from error
-    packed: dict[int, dict[str, Any]] = {}
+        raise ValueError(f"the checkpoint is of another model: {' '.join(str(error).split())}") from error
+    entries_of: dict[int, dict[str, Any]] = {}
     for key, z in tensors.items():
         if key.startswith("optimizer/"):
             _, number, name = key.split("/", 2)
-            packed.setdefault(int(number), {})[name] = z
+            entries_of.setdefault(int(number), {})[name] = z
     for number, entries in state["optimizer"]["rest"].items():
-        packed.setdefault(int(number), {}).update(entries)
-    optimizer.load_state_dict({"state": packed, "param_groups": state["optimizer"]["groups"]})
+        entries_of.setdefault(int(number), {}).update(entries)
+    optimizer.load_state_dict({"state": entries_of, "param_groups": state["optimizer"]["groups"]})
     _lay_out_like_parameters(optimizer)
     rng = [tensors[k].cpu() for k in sorted(k for k in tensors if k.startswith("rng/"))]
     set_random_state(rng, first.device.type)

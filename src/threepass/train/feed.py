@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from .config import Config
 from .data import Batches, DataSet, LoaderBatches
+from .ranks import ALONE, Ranks
 from .validation import size_of_batches
 
 Data = DataSet | tuple[DataLoader, DataLoader]
@@ -27,10 +28,10 @@ class Feed:
     classes: int | None
 
 
-def feed(data: Data, config: Config, device: torch.device) -> Feed:
+def feed(data: Data, config: Config, device: torch.device, ranks: Ranks = ALONE) -> Feed:
     """The batches of a data set, or of a pair of loaders, which do their own shuffling and augmentation."""
     if isinstance(data, DataSet):
-        return _from_memory(data, config)
+        return _from_memory(data, config, ranks)
     if isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(one, DataLoader) for one in data):
         return _from_loaders(data[0], data[1], config, device)
     raise TypeError(
@@ -39,11 +40,18 @@ def feed(data: Data, config: Config, device: torch.device) -> Feed:
     )
 
 
-def _from_memory(data: DataSet, config: Config) -> Feed:
+def _from_memory(data: DataSet, config: Config, ranks: Ranks) -> Feed:
+    smallest = len(data.train) % config.batch_size or config.batch_size
+    if smallest < ranks.size:
+        raise ValueError(
+            f"a batch of {smallest} samples cannot be divided among {ranks.size} ranks: change batch_size "
+            f"({config.batch_size}; {data.name} has {len(data.train)} training examples) or use fewer ranks"
+        )
     common: dict[str, Any] = {
         "normalise": (data.mean, data.std), "channels_last": config.channels_last, "seed": config.seed,
     }  # fmt: skip
-    train = Batches(data.train, config.batch_size, augment=config.augment, shuffle=True, **common)
+    own: dict[str, Any] = {"augment": config.augment, "shuffle": True, "part_of": ranks.part_of}
+    train = Batches(data.train, config.batch_size, **own, **common)
     size = size_of_batches(len(data.val), data.val.x[0].numel(), config.batch_size)
     val = Batches(data.val, size, shuffle=False, **common)
     first = val.cut(val.draw(0)[:, : config.batch_size].to(data.val.x.device))

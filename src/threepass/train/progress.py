@@ -12,13 +12,14 @@ from .metrics import in_words
 class Progress:
     """Epochs, loss, error, input loss and the time left, on standard error."""
 
-    def __init__(self, epochs: int, batches: int, first: int = 0):
+    def __init__(self, epochs: int, batches: int, first: int = 0, shown: bool = True):
+        self._is_shown = shown
         self._epochs, self._batches, self._first = epochs, batches, first
         self._shown, self._text, self._began = 0.0, "", time.monotonic()
         self._bar: Any = None
 
     def __enter__(self) -> "Progress":
-        if sys.stderr.isatty():
+        if self._is_shown and sys.stderr.isatty():
             try:
                 from rich.console import Console
                 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -39,7 +40,7 @@ class Progress:
         """What takes long next."""
         if self._bar is not None:
             self._bar.update(self._task, description=f"{text} ...")
-        else:
+        elif self._is_shown:
             print(f"{text} ...", file=sys.stderr, flush=True)
 
     def step(self, epoch: int, done: int, loss: Tensor) -> None:
@@ -55,6 +56,8 @@ class Progress:
         line = f"epoch {metrics['epoch']}/{self._epochs}  loss {metrics['train_loss']:.4f}{self._text}"
         if self._bar is not None:
             self._bar.update(self._task, completed=metrics["epoch"] * self._batches, description=line)
+            return
+        if not self._is_shown:
             return
         done, left = metrics["epoch"] - self._first, self._epochs - metrics["epoch"]
         seconds = (time.monotonic() - self._began) / done

@@ -15,6 +15,7 @@ from ..init import init_
 from .config import Config
 from .data import DataSet, load
 from .files import Kinds, read_object
+from .ranks import ALONE, Ranks
 from .trainer import Trainer
 
 KEYS: dict[str, Kinds] = {
@@ -36,10 +37,10 @@ class Run:
     device: str = "auto"
     config: Config = field(default_factory=Config)
 
-    def trainer(self) -> Trainer:
+    def trainer(self, ranks: Ranks = ALONE) -> Trainer:
         """The run, ready to begin: data loaded, model made, and both checked against each other and the settings."""
         data = self.load()
-        return Trainer(self.make_model(data), data, self.config)
+        return Trainer(self.make_model(data), data, self.config, ranks=ranks)
 
     def make_model(self, data: DataSet) -> nn.Module:
         """The model with the initial weights of the run's seed, on the data's device."""

@@ -14,8 +14,10 @@ from .config import Config
 class Schedule:
     """Functions of the position, the number of steps before this one in the whole run, and of nothing else."""
 
-    def __init__(self, config: Config, batches: int, samples: int | None, penalty: Penalty | None = None):
-        self.config, self.batches, self.samples = config, batches, samples
+    def __init__(
+        self, config: Config, batches: int, samples: int | None, penalty: Penalty | None = None, ranks: int = 1
+    ):
+        self.config, self.batches, self.samples, self.ranks = config, batches, samples, ranks
         self.penalty = config.penalty if penalty is None else penalty
 
     def alpha(self, position: int) -> float:
@@ -41,8 +43,15 @@ class Schedule:
 
     def options(self, position: int) -> Options:
         c = self.config
-        whole = self.samples if c.update == "epoch" else None
-        return Options(self.alpha(position), c.reduction, c.mode, c.strength, c.input_at, whole, penalty=self.penalty)
+        whole = self.samples if c.update == "epoch" else None if self.ranks == 1 else self._batch_at(position)
+        own = (self.alpha(position), c.reduction, c.mode, c.strength, c.input_at, whole)
+        return Options(*own, penalty=self.penalty, ranks=self.ranks)
+
+    def _batch_at(self, position: int) -> int:
+        """The samples of a batch on all ranks together; the last one of an epoch may be smaller."""
+        assert self.samples is not None
+        size = self.config.batch_size
+        return min(size, self.samples - position % self.batches * size)
 
     def table(self, epoch: int) -> Tensor:
         """Of every step of an epoch the weights of both terms, the learning rate and a seed: batches x 4, float64."""

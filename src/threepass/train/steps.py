@@ -16,6 +16,7 @@ from .config import Config
 from .data import Batches, LoaderBatches
 from .metrics import LossFn, Metric, batch_sums, samples_in
 from .optimizer import clip_gradients, set_lr
+from .ranks import ALONE, Ranks
 from .sam import sam
 from .schedule import Schedule
 
@@ -37,12 +38,13 @@ class Steps:
         optimizer: Optimizer,
         config: Config,
         penalty: Penalty | None = None,
+        ranks: Ranks = ALONE,
     ):
         self.model, self.loss_fn, self.metric, self.config = model, loss_fn, metric, config
-        self.batches, self.optimizer = batches, optimizer
+        self.batches, self.optimizer, self.ranks = batches, optimizer, ranks
         self.device = next(model.parameters()).device
         self.passes = partial(sam, rho=config.sam) if config.sam else three_passes
-        self.schedule = Schedule(config, len(batches), batches.samples, penalty)
+        self.schedule = Schedule(config, len(batches), batches.samples, penalty, ranks.size)
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self.curve = torch.zeros((len(batches), 2), dtype=torch.float64, device=self.device)
@@ -55,13 +57,17 @@ class Steps:
         x, y = self.batch(position)
         if self.config.update == "batch":
             self.optimizer.zero_grad()
+        self.ranks.seed_step(self.config.seed, position)
         with in_precision(self.config, self.device):
             r = self.add_gradients(x, y, position)
         if self.config.update == "batch":
             self.update(position)
-        self.sums += self.summed(r, x, y)
-        self.loss.copy_(r.loss)
-        self.curve[position % len(self.batches)] = torch.stack([r.loss.double(), r.input_loss.double()])
+        self.ranks.take_from_first(self.model.buffers())
+        added = self.ranks.add_up(self.summed(r, x, y))
+        self.sums += added
+        loss, input_loss = (r.loss, r.input_loss) if self.ranks.size == 1 else added[[0, 2]] / added[3]
+        self.loss.copy_(loss)
+        self.curve[position % len(self.batches)] = torch.stack([loss.double(), input_loss.double()])
 
     def batch(self, position: int) -> tuple[Any, Any]:
         return next(self._left)
@@ -84,13 +90,17 @@ class Steps:
             self.optimizer.zero_grad()
 
     def update(self, position: int) -> None:
+        self.ranks.average_gradients(self.model.parameters())
         set_lr(self.optimizer, self.schedule.lr(position))
         clip_gradients(self.optimizer, self.config.clip)
         self.optimizer.step()
 
 
-class CompiledLoaderSteps(Steps):
-    """Steps on batches of a loader, captured and compiled as `ThreePass(compile=True)` does it."""
+class CompiledGradientSteps(Steps):
+    """Steps whose gradients are captured and compiled as `ThreePass(compile=True)` does it.
+
+    For batches of a loader, and for several ranks.
+    """
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -98,7 +108,7 @@ class CompiledLoaderSteps(Steps):
 
     def add_gradients(self, x: Any, y: Any, position: int) -> Result:
         def eager() -> Result:
-            return super(CompiledLoaderSteps, self).add_gradients(x, y, position)
+            return super(CompiledGradientSteps, self).add_gradients(x, y, position)
 
         options, third = self.schedule.options(position), self.schedule.third(position)
         return self.compiled(x, y, three_pass_call(self.model, self.loss_fn, options, third), eager, position)

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +26,9 @@ from .numerics import numerics
 from .optimizer import make_optimizer
 from .probes import compare_passes, measure_alignment
 from .progress import Progress
+from .ranks import ALONE, Ranks
 from .recorder import Recorder
-from .steps import SUMS, CompiledLoaderSteps, Steps
+from .steps import SUMS, CompiledGradientSteps, Steps
 from .validation import CapturedValidation, Validation
 
 VERSION = 1
@@ -44,13 +46,16 @@ class Trainer:
         loss_fn: LossFn | None = None,
         metric: Metric | None = None,
         penalty: Penalty | None = None,
+        ranks: Ranks = ALONE,
     ):
-        self.model, self.config = model, config
+        self.model, self.config, self.ranks = model, config, ranks
+        if ranks.size > 1 and config.sam:
+            raise ValueError("sam is for one process: it perturbs the weights along the gradient of a whole batch")
         self.penalty = config.penalty if penalty is None else penalty
         if config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.device = next(model.parameters()).device
-        self.feed = feed(data, config, self.device)
+        self.feed = feed(data, config, self.device, ranks)
         self.loss_fn, self.metric = choose_loss_and_metric(model, self.feed, config, loss_fn, metric)
         self.optimizer = make_optimizer(model, config)
         self.average = MovingAverage(model, config.ema) if config.ema else None
@@ -64,15 +69,18 @@ class Trainer:
         self._logged = 0  # batches of the epoch whose figures are in TensorBoard's files
 
     def _make_steps(self) -> None:
-        """Steps and validation: eager; recorded, for data in memory; or compiled batch by batch, for loaders."""
+        """Steps and validation: eager; recorded, for data in memory; or compiled batch by batch.
+
+        Loaders, and several ranks, which exchange gradients before an update, are compiled batch by batch.
+        """
         self.batches, self.recorder = self.feed.train, None
         parts = (self.model, self.loss_fn, self.metric, self.batches, self.optimizer, self.config, self.penalty)
         measured = (self.model, self.loss_fn, self.metric, self.feed.val, self.config, self.penalty)
-        self.evaluate = Validation(*measured)
+        self.evaluate = Validation(*measured, self.ranks)
         if not self.config.compile:
-            self.steps = Steps(*parts)
-        elif isinstance(self.batches, LoaderBatches):
-            self.steps = CompiledLoaderSteps(*parts)
+            self.steps = Steps(*parts, self.ranks)
+        elif isinstance(self.batches, LoaderBatches) or self.ranks.size > 1:
+            self.steps = CompiledGradientSteps(*parts, self.ranks)
         else:
             self.recorder = Recorder(self.device, self.model, self.loss_fn, self.config.compile == "require")
             self.recorder.programs.signature.watch("penalty", self.penalty)
@@ -85,6 +93,7 @@ class Trainer:
         if folder.has_checkpoint:
             self.resume()
         else:
+            self.ranks.take_from_first([*self.model.parameters(), *self.model.buffers()])
             self.save()
 
     def run(self, after_step: AfterStep | None = None, keep_going: bool = False) -> list[dict[str, Any]]:
@@ -95,7 +104,7 @@ class Trainer:
         with (
             numerics(self.config),
             interrupts_between_steps() as self._interrupts,
-            Progress(self.config.epochs, len(self.batches), self.epoch) as progress,
+            Progress(self.config.epochs, len(self.batches), self.epoch, self.ranks.is_first) as progress,
         ):
             if self.recorder is not None:
                 self.recorder.announce = progress.announce
@@ -146,8 +155,7 @@ class Trainer:
                 return
             if after_step is not None:
                 after_step(self.epoch, self.done)
-            self._interrupts.check()
-            self._save_in_time()
+            self._stop_or_save()
         self.steps.finish(first + len(self.batches) - 1)
         if self.average is not None and self.config.update == "epoch":
             self.average.update()
@@ -156,8 +164,11 @@ class Trainer:
         self.seconds = time.perf_counter() - began
 
     def _has_diverged(self) -> bool:
-        """Looks at the newest loss; on a GPU once a second, because reading it waits for the device."""
-        if self.device.type != "cpu" and time.monotonic() - self._watched < 1:
+        """Looks at the newest loss; on a GPU once a second, because reading it waits for the device.
+
+        Several ranks look at every step: they must stop at the same one.
+        """
+        if self.device.type != "cpu" and self.ranks.size == 1 and time.monotonic() - self._watched < 1:
             return False
         self._watched = time.monotonic()
         return not math.isfinite(self.steps.loss.item())
@@ -245,7 +256,9 @@ class Trainer:
 
     def save(self) -> None:
         """The run as it stands, whole or not at all; the disk's part goes on beside the next epoch."""
-        if self.folder is None:
+        if self.config.update == "epoch":
+            self.ranks.average_gradients(self.model.parameters())
+        if self.folder is None or not self.ranks.is_first:
             return
         sums = dict(zip(SUMS, self.steps.sums, strict=True))
         sums |= {f"grad {n}": p.grad for n, p in self.model.named_parameters() if p.grad is not None}
@@ -262,9 +275,15 @@ class Trainer:
         self._saved = time.monotonic()
         self.folder.save(checkpoint.pack(self.model, self.optimizer, sums, state))
 
-    def _save_in_time(self) -> None:
+    def _stop_or_save(self) -> None:
+        """Between two steps: stops after a signal, saves when it is time; if one rank does it, all do."""
         minutes = self.config.save_minutes
-        if self.folder is not None and minutes and time.monotonic() - self._saved >= 60 * minutes:
+        is_time = self.folder is not None and bool(minutes) and time.monotonic() - self._saved >= 60 * minutes
+        stop, save = self.ranks.any(self._interrupts.received is not None, is_time and self.ranks.is_first)
+        if stop and self._interrupts.received is None:
+            self._interrupts.received = signal.SIGTERM
+        self._interrupts.check()
+        if save:
             self._write_events()
             self.save()
 
@@ -272,7 +291,8 @@ class Trainer:
         """Goes back to the folder's checkpoint; its config must be this run's, but for what may change."""
         assert self.folder is not None
         place = self.folder.path / "checkpoint"
-        sums, state = checkpoint.load(place, self.model, self.optimizer)
+        packed = checkpoint.read(place) if self.ranks.is_first else None
+        sums, state = checkpoint.unpack(self.ranks.share(packed), self.model, self.optimizer)
         saved = Config.from_dict(state["config"], place / "state.json")
         self.epoch, self.done = state["position"]
         self._check_resumed(saved)

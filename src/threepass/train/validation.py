@@ -18,6 +18,7 @@ from ..tape.state import unchanged_on_error
 from .config import Config
 from .data import Batches, LoaderBatches
 from .metrics import LossFn, Metric, batch_sums, samples_in
+from .ranks import ALONE, Ranks
 from .recorder import Recorder, Recording
 from .steps import SUMS, in_precision
 
@@ -41,9 +42,10 @@ class Validation:
         batches: Batches | LoaderBatches,
         config: Config,
         penalty: Penalty | None = None,
+        ranks: Ranks = ALONE,
     ):
         self.model, self.loss_fn, self.metric, self.batches, self.config = model, loss_fn, metric, batches, config
-        self.penalty = config.penalty if penalty is None else penalty
+        self.penalty, self.ranks = config.penalty if penalty is None else penalty, ranks
         self.device = next(model.parameters()).device
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
 
@@ -57,8 +59,10 @@ class Validation:
         return {name: total / n for name, total in zip(SUMS, totals, strict=False)}
 
     def measure(self) -> None:
-        for x, y in self.batches.epoch(0):
-            self.sums += self.sums_of(x, y)
+        for i, (x, y) in enumerate(self.batches.epoch(0)):
+            if i % self.ranks.size == self.ranks.rank:
+                self.sums += self.sums_of(x, y)
+        self.ranks.add_up(self.sums)
 
     def sums_of(self, x: Any, y: Any) -> Tensor:
         with in_precision(self.config, self.device):

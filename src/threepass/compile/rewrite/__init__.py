@@ -5,10 +5,10 @@
     recompute   signals that passes 2 and 3 recompute, so that they need not be kept
     gates       pass 3's gates of rectifiers, read off pass 2's errors
     sums        reductions, each taken once and early
-    fuse_*      kernels of our own where they are faster
+    fuse_*      kernels of our own where they are faster, in place of the formulas that rules offer (`fusible.py`)
     strides     independence of the strides that the traced tensors had
 
-`graph` has what they do to nodes, `match` finds what a rule wrote.
+`graph` has what they do to nodes, `neighbours` what they ask of the nodes next to one.
 """
 
 import torch

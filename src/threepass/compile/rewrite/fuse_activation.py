@@ -16,7 +16,7 @@ from ..._torch_compat import to_copy
 from ...kernels import activation
 from ...kernels.activation import KINDS, half_gelu
 from .graph import call, only_reader, put, value_of
-from .match import column_sums, is_made_where_read, widen
+from .neighbours import column_sums, is_made_where_read, widen
 
 _aten = torch.ops.aten
 _add, _mm, _copy = _aten.add.Tensor, _aten.mm.default, to_copy.default

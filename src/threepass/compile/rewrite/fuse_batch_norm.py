@@ -21,7 +21,7 @@ from ...kernels import norm as formulas
 from ...kernels.batch_norm import rectified
 from ...numerics.precision import accumulate_dtype
 from .graph import call, is_elementwise, put, value_of
-from .match import may_be_wide
+from .neighbours import may_be_wide
 
 _aten, _ours = torch.ops.aten, torch.ops.threepass
 _sum, _copy, _view = _aten.sum.dim_IntList, to_copy.default, _aten.view.default
@@ -128,11 +128,9 @@ def _fuse_formulas(graph: Graph, z: Any, x_hat: Any, nodes: list[Any]) -> None:
     for node in totals:
         _pass_on(graph, node, sums, 0)
     for node in nodes:
-        if node.target is formulas.jacobian.op:
-            put(node, moments.jacobian_by_sums, (z, x_hat, rstd, sums))
-        elif node.target is formulas.scale_gradient.op:
+        if node.target is formulas.scale_gradient.op:
             put(node, _aten.select.int, (sums, 0, 1))
-        elif node.args[0] is d:
-            put(node, moments.curved_at_input_by_sums, (*node.args[:5], sums))
+        elif node.target is formulas.jacobian.op or node.args[0] is d:
+            node.args = (*node.args, sums)
     for node in thirds[:1]:
         put(node, _aten.select.int, (sums, 0, 3))

@@ -23,7 +23,7 @@ from ...kernels.batch_norm import rectified
 from ...kernels.conv import LIMITLESS, PIXELS, PIXELS_OF_WEIGHT, THIN, few, is_3x3
 from .gates import gated, marked
 from .graph import call, put, value_of
-from .match import widen
+from .neighbours import widen
 
 _aten = torch.ops.aten
 _GATES = (marked, _aten.threshold_backward.default)

@@ -21,7 +21,7 @@ from torch.library import custom_op
 
 from ...numerics.precision import accumulate_dtype
 from .. import runs_on
-from ..norm import curvature_by_means, jacobian_by_means, not_zero
+from ..norm import not_zero
 
 DIMS = [0, 2, 3]
 
@@ -130,23 +130,6 @@ def error(z: Tensor, a: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, sums
     w, mean, rstd, total, along = (v.view(1, -1, 1, 1) for v in (weight, mean, rstd, *sums.unbind()))
     centred = z - total / count - (a - mean) * (rstd * (along / count))
     return (centred * (rstd * w)).to(z.dtype)
-
-
-def jacobian_by_sums(z: Tensor, x_hat: Tensor, rstd: Tensor, sums: Tensor) -> Tensor:
-    """`norm.jacobian`, given the moments of z."""
-    return jacobian_by_means(z.to(rstd.dtype), x_hat, rstd, *_means(z, sums, 2))
-
-
-def curved_at_input_by_sums(d_a: Tensor, t: Tensor, along: Tensor, x_hat: Tensor, rstd: Tensor, sums: Tensor) -> Tensor:
-    """`norm.curved_at_input`, given the moments of t with d_a."""
-    d_a, t = d_a.to(rstd.dtype), t.to(rstd.dtype)
-    mean, x_t, d_t = _means(t, sums, 3)
-    j_t = jacobian_by_means(t, x_hat, rstd, mean, x_t)
-    return curvature_by_means(d_a, j_t, along, x_hat, rstd, d_t, x_t)
-
-
-def _means(z: Tensor, sums: Tensor, rows: int) -> list[Tensor]:
-    return [sums[i].view(1, -1, 1, 1) / (z.numel() // z.shape[1]) for i in range(rows)]
 
 
 def _plain(z: Tensor, a: Tensor, mean: Tensor, rstd: Tensor, d: Tensor | None, w: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
 """Batches cut from a split on its own device, the same on every device for the same seed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ class Batches:
 
     augment then pads with zeros by 4 and takes a random crop of the old size, mirrored left to right half of the time.
     Order, crops and flips are a pure function of (seed, epoch number, place in the epoch), drawn on the CPU, so that
-    devices agree and `epoch(number, start=k)` goes on at batch k as if it had never stopped.
+    devices agree and `epoch(number, start=k)` goes on at batch k as if it had never stopped. part_of: which places of
+    a batch's draw, 4 x B, this process takes.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Batches:
         seed: int,
         drop_last: bool = False,
         channels_last: bool = False,
+        part_of: Callable[[Tensor], Tensor] = lambda drawn: drawn,
     ):
         if batch_size < 1 or (drop_last and batch_size > len(split)):
             raise ValueError(f"batch_size must be at least 1, with drop_last at most {len(split)}; got {batch_size}")
@@ -41,7 +43,7 @@ class Batches:
         if seed < 0:
             raise ValueError(f"seed must not be negative, got {seed}")
         self.split, self.batch_size, self.drop_last = split, batch_size, drop_last
-        self.augment, self.shuffle, self.seed = augment, shuffle, seed
+        self.augment, self.shuffle, self.seed, self.part_of = augment, shuffle, seed, part_of
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.scale, self.shift = _affine(split.x, normalise)
 
@@ -59,7 +61,7 @@ class Batches:
             raise ValueError(f"start must be within 0 to {len(self)} (the batches of an epoch), got {start}")
         # One draw and one copy to the device for the whole epoch: no batch waits for the host.
         places = self.draw(number).to(self.split.x.device).split(self.batch_size, dim=1)[start : len(self)]
-        return (self.cut(place) for place in places)
+        return (self.cut(self.part_of(place)) for place in places)
 
     def draw(self, number: int) -> Tensor:
         """For every place in an epoch the example, the crop's top and left, whether to flip: 4 x N, on the CPU."""
