@@ -1,5 +1,6 @@
 """The check of compiled steps: sabotaged programs are refused in every precision, and rounding is not an error."""
 
+import functools
 import math
 
 import pytest
@@ -107,15 +108,29 @@ SABOTAGES = {
     ("precision", "mode"), [*((each, "paper") for each in PRECISIONS), ("float32", "exact"), ("bf16 autocast", "exact")]
 )
 @pytest.mark.parametrize("name", SABOTAGES)
-def test_sabotaged_programs_are_refused(name, precision, mode, monkeypatch):
+def test_sabotaged_programs_are_refused(name, precision, mode):
+    problem, program = traced_problem(precision, mode)
+    values = [*program.state, *problem.inputs]
+    with pytest.raises(CaptureError, match=r"is wrong in|is not finite"):
+        check(program.plain, lambda values: SABOTAGES[name](program, values, problem), values, len(program.state))
+
+
+@functools.cache
+def traced_problem(precision, mode):
     problem = Problem(precision, mode=mode)
+    return problem, trace(problem, problem.inputs)
+
+
+def test_a_program_is_checked_when_it_is_captured(monkeypatch):
+    problem = Problem("float32")
 
     def sabotaged(program, inputs):
-        return lambda values: SABOTAGES[name](program, values, problem)
+        return lambda values: SABOTAGES["half the third term"](program, values, problem)
 
     monkeypatch.setattr("threepass.compile.inductor.compiled", sabotaged)
-    with pytest.raises(CaptureError, match=r"is wrong in|is not finite"):
+    with pytest.raises(CaptureError, match="is wrong in the third pass's part") as refused:
         problem.capture()
+    assert refused.value.step_seconds > 0
 
 
 @pytest.fixture
