@@ -183,6 +183,10 @@ class CompiledSteps:
         self._newest: CudaGraph | None = None  # keeps the graphs' memory pool alive when others make room
         self._graph_memory: set[int] = set()
 
+    def __reduce__(self) -> Any:
+        """Copies and pickles have no programs, which belong to this model's memory: they capture their own."""
+        return _without_programs, (self.model, self.loss_fn, self.programs.required, self.max_programs)
+
     @property
     def max_programs(self) -> int:
         """How many programs are kept; the least recently used ones make room for others."""
@@ -301,6 +305,12 @@ class CompiledSteps:
             self._newest = step.captured.graph
             self._graph_memory.update(z.data_ptr() for z in step.captured.outputs)
         return step
+
+
+def _without_programs(model: nn.Module, loss_fn: Callable[..., Tensor], required: bool, most: int) -> CompiledSteps:
+    steps = CompiledSteps(model, loss_fn, required)
+    steps.max_programs = most
+    return steps
 
 
 @contextlib.contextmanager
