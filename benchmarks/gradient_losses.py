@@ -67,9 +67,7 @@ def traced(problem: Problem) -> Step:
 
     module = make_fx(output_and_gradient)(weights, problem.x)
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
-        node.replace_all_uses_with(
-            node.args[0]
-        )  # of results that a backward formula reads: it would cut derivatives off
+        node.replace_all_uses_with(node.args[0])  # it cuts off derivatives of saved results
         module.graph.erase_node(node)
     module.recompile()
     graph = torch.compile(module, dynamic=False)
