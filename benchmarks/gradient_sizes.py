@@ -2,10 +2,10 @@
 
     python benchmarks/gradient_sizes.py --out results/gradient-losses/cpu-sizes.json
 
-A loss on energies and forces of the net of `eager_forces.py`, on the CPU. A program for each size is captured for the first
-batches only, as many as --static says, because each takes as long as the dynamic one. Of compiled steps the wall-clock
-seconds of the first call with each batch are given, compilation included; of all methods the CPU seconds of one thread
-for a later step with each batch, the least of all rounds, in which the methods take turns.
+The net and the loss, on energies and forces, are those of `eager_forces.py`, on the CPU. A program for each size is
+captured for the first batches only, as many as --static says, because each takes as long as the dynamic one. Of
+compiled steps the wall-clock seconds of the first call with each batch are given, compilation included; of all methods
+the CPU seconds of one thread for a later step with each batch, the least of all rounds, in which the methods take turns.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {"sizes": 20, "static": 3, "atoms": 60, "edges": 800, "width": 64, "rounds": 5}
+    defaults = {"sizes": 20, "static": 2, "atoms": 60, "edges": 800, "width": 64, "rounds": 3}
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out", type=Path, required=True)
