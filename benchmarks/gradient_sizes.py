@@ -2,10 +2,10 @@
 
     python benchmarks/gradient_sizes.py --out results/gradient-losses/cpu-sizes.json
 
-A loss on energies and forces of a SchNet-like net, on the CPU. A program for each size is captured for the first
-batches only, as many as --static says, because each takes as long as the dynamic one. Of compiled steps the wall-clock
-seconds of the first call with each batch are given, compilation included; of all methods the CPU seconds of one thread
-for a later step with each batch, the least of all rounds, in which the methods take turns.
+The net and the loss, on energies and forces, are those of `eager_forces.py`, on the CPU. A program for each size is
+captured for the first batches only, as many as --static says, because each takes as long as the dynamic one. Of
+compiled steps the wall-clock seconds of the first call with each batch are given, compilation included; of all methods
+the CPU seconds of one thread for a later step with each batch, the least of all rounds, in which the methods take turns.
 """
 
 import argparse
@@ -18,43 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from eager_forces import Energies, loss_fn
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import threepass
 from threepass.bench.case import machine
 
 Batch = tuple[dict[str, Tensor], tuple[Tensor, Tensor]]
-
-
-class Energies(nn.Module):
-    """Continuous-filter convolutions over edges; returns the energy of each molecule."""
-
-    def __init__(self, width: int, bases: int = 32, layers: int = 3):
-        super().__init__()
-        self.atoms = nn.Embedding(5, width)
-        self.register_buffer("centres", torch.linspace(0, 5, bases))
-        self.filters = nn.ModuleList(_softplus_net(bases, width, width) for _ in range(layers))
-        self.updates = nn.ModuleList(_softplus_net(width, width, width) for _ in range(layers))
-        self.head = _softplus_net(width, width, 1)
-
-    def forward(self, positions: Tensor, kinds: Tensor, edges: Tensor, molecule: Tensor) -> Tensor:
-        to, source = edges
-        lengths = (positions[to] - positions[source]).norm(dim=1, keepdim=True)
-        bases = torch.exp(-2 * (lengths - self.centres) ** 2)
-        h = self.atoms(kinds)
-        for filters, update in zip(self.filters, self.updates, strict=True):
-            messages = h[source] * filters(bases)
-            h = h + update(torch.zeros_like(h).index_add(0, to, messages))
-        return h.new_zeros(2, 1).index_add(0, molecule, self.head(h))
-
-
-def _softplus_net(n: int, m: int, k: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(n, m), nn.Softplus(), nn.Linear(m, k))
-
-
-def loss_fn(output: Tensor, g: Tensor, y: tuple[Tensor, Tensor]) -> Tensor:
-    return F.mse_loss(output, y[0]) + 10 * F.mse_loss(-g, y[1])
 
 
 def make_batch(atoms: int, edges: int) -> Batch:
@@ -117,7 +87,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {"sizes": 20, "static": 3, "atoms": 60, "edges": 800, "width": 64, "rounds": 5}
+    defaults = {"sizes": 20, "static": 2, "atoms": 60, "edges": 800, "width": 64, "rounds": 3}
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out", type=Path, required=True)
