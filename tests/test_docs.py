@@ -81,6 +81,26 @@ def test_costs_of_gradient_losses_are_those_of_the_result_files():
         plain, double, ours = report["seconds"].values()
         size = f"{report['settings']['atoms']} atoms, {report['settings']['edges']:,} edges"
         assert f"| {size} | {double / plain:.1f}x | {ours / plain:.1f}x |" in page
+    repeats = json.loads((ROOT / "results" / "gradient-losses" / "cpu-schnet-repeats.json").read_text())["runs"]
+    ratios = [run["gradient_step"] / run["double backward"] for run in repeats]
+    assert f"gave {min(ratios):.2f} to {max(ratios):.2f} of double backward's time" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("forces", "| forces of ethanol, {epoch} epochs | mean absolute error of forces, meV/Å | {forces:.1f} | "),
+        ("distance", "| signed distance, {step} steps | mean absolute error of f | {error:.4f} | "),
+        ("gan", "| GAN with R1, {step} steps | Fréchet distance | {distance:.2f} | "),
+    ],
+)
+def test_trained_examples_are_those_of_the_result_files(name, row):
+    page = (ROOT / "docs" / "gradient-losses.md").read_text()
+    double, ours = json.loads((ROOT / "results" / "gradient-losses" / f"{name}.json").read_text())["history"].values()
+    measure = re.search(r"\{(\w+):(\S+)\}", row)
+    assert measure is not None
+    found = format(ours[-1][measure[1]], measure[2])
+    assert row.format(**double[-1]) + f"{found} | {double[-1]['seconds']:.0f} s | {ours[-1]['seconds']:.0f} s |" in page
 
 
 def test_captures_are_those_of_the_result_file():

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, ArgumentCollection, CycloptsError, Parameter, Token, UnusedCliTokensError
 
 from .errors import CaptureError, DivergedError, UnsupportedError
-from .train import recipes
+from .train import config_file, recipes
 from .train.config import Config
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class UsageError(Exception):
 def parse(arguments: list[str]) -> tuple[Callable[..., Any], inspect.BoundArguments]:
     """The command and its arguments, defaults included."""
     try:
+        arguments = _with_config_file(arguments)
         command, values, unparsed = app.parse_args(arguments, exit_on_error=False, print_error=False)
     except (CycloptsError, ValueError) as error:  # a ValueError comes from a dataclass that checks its fields
         name = "threepass " + arguments[0] if arguments[0] in app else "threepass"
@@ -75,6 +76,24 @@ def parse(arguments: list[str]) -> tuple[Callable[..., Any], inspect.BoundArgume
         values.arguments["given"] = _given(arguments)
     values.apply_defaults()
     return command, values
+
+
+def _with_config_file(arguments: list[str]) -> list[str]:
+    """The arguments with the settings of `--config FILE` in place of that flag; flags that are given come first."""
+    rest = list(arguments)
+    places = [i for i, argument in enumerate(arguments) if argument.partition("=")[0] == "--config"]
+    if not places or not arguments or arguments[0] not in app:
+        return rest
+    if len(places) > 1:
+        raise ValueError("give --config once")
+    place, (_, equals, name) = places[0], arguments[places[0]].partition("=")
+    if not equals and place + 1 == len(arguments):
+        raise ValueError("--config needs the name of a file")
+    file = Path(name if equals else arguments[place + 1])
+    del rest[place : place + (1 if equals else 2)]
+    named = [a.name for a in app[arguments[0]].assemble_argument_collection() if a.parse and a.name.startswith("--")]
+    known = [name.removeprefix("--").replace("-", "_") for name in named]
+    return [*rest, *config_file.as_flags(config_file.read(file), file, known, _given(rest))]
 
 
 def _given(arguments: list[str]) -> frozenset[str]:
@@ -214,6 +233,7 @@ def _train(run: "Run", ranks: "Ranks", place: Path, resume: Path | None, keep_go
         trainer.begin(folder)
         if ranks.is_first:
             run.write(folder.path)
+            print(f"# settings, saved in {folder.path / 'run.json'}\n{run.in_words()}", file=sys.stderr, flush=True)
         try:
             history = trainer.run(keep_going=keep_going)
         except (KeyboardInterrupt, SystemExit):
@@ -459,7 +479,10 @@ COMMANDS: tuple[Callable[..., None], ...] = (compare, train, reproduce, bench, r
 app = App(
     name="threepass",
     help="Three-pass learning: train on the loss and on its gradient at the input.",
-    help_epilogue="--debug with any command shows tracebacks, and warnings with their source lines.",
+    help_epilogue=(
+        "With any command: --config FILE reads flags from a TOML or YAML file (epochs = 5), and flags on the command "
+        "line override them; --debug shows tracebacks, and warnings with their source lines."
+    ),
     help_format="plaintext",
     config=_fill_from_recipe,
     default_parameter=Parameter(consume_multiple=True, negative_iterable=(), negative_none=()),

@@ -192,7 +192,7 @@ class ThreePass(_Step):
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
         self.every, self.process_group = every, process_group
-        self.alpha = alpha if callable(alpha) else lambda calls: alpha
+        self.alpha = alpha if callable(alpha) else partial(_constant, alpha)
         self.options: dict[str, Any] = {
             "reduction": reduction, "mode": mode, "strength": strength, "input_at": input_at,
             "batch_size": batch_size, "separate": separate, "penalty": penalty, "wrt": wrt,
@@ -332,6 +332,10 @@ class GradientStep(_Step):
 
     def _call(self, model: nn.Module) -> Call:
         return gradient_call(model, self.loss_fn, _inside(self.model, model, self.options))
+
+
+def _constant(alpha: float, calls: int) -> float:
+    return alpha
 
 
 def _inside(outer: nn.Module, model: nn.Module, options: Any) -> Any:

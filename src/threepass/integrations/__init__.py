@@ -2,4 +2,5 @@
 
 hugging_face   ThreePassTrainer, a transformers.Trainer
 lightning      ThreePassCallback, for an existing LightningModule
+loggers        where the figures of a run go: W&B, MLflow, or anything with one method
 """

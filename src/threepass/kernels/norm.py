@@ -100,8 +100,11 @@ def not_zero(weight: Tensor) -> Tensor:
 
 
 def mean_of(z: Tensor, dims: list[int], sums: Tensor | None = None, row: int = 0) -> Tensor:
-    """The mean over `dims`, by a sum, or by a row of sums that are known."""
-    total = z.sum(dims, keepdim=True) if sums is None else sums[row].view([1, -1] + [1] * (z.dim() - 2))
+    """The mean over `dims`, by a sum; or by a row of sums over all but the channels, if there is that row."""
+    if sums is not None and row < len(sums):
+        total = sums[row].view([1, -1] + [1] * (z.dim() - 2))
+    else:
+        total = z.sum(dims, keepdim=True)
     return total / math.prod(z.shape[i] for i in dims)
 
 

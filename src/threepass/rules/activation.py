@@ -61,7 +61,7 @@ def softplus(u: Tensor, a: Tensor, beta: float = 1, threshold: float = 20) -> Li
         return _aten.softplus_backward(wide.new_ones(()).expand_as(wide), wide, beta, threshold)
 
     return Linearization(
-        push=lambda t: (slope() * t).to(a.dtype),
+        push=lambda t: _aten.softplus_backward(t.to(a.dtype), a, beta, threshold),
         pull=lambda r: (slope() * r).to(a.dtype),
         curve=lambda d, t: _aten.sigmoid_backward((d if beta == 1 else beta * d) * t.to(slope().dtype), slope()),
     )

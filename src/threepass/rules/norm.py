@@ -8,7 +8,7 @@ sum(d t̂) = dᵀ J t = sum(d_a t) / w. d_a is then the only error to keep, and 
 before; pass 2's gradients of scale and shift are sums that batch norm's own backward takes anyway.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +18,10 @@ from torch.autograd.function import once_differentiable
 from .._torch_compat import batch_norm_backward, batch_norm_forward
 from ..kernels import norm
 from ..numerics.precision import accumulate_dtype
-from .table import Linearization, Tap, rule
+from .table import Linearization, Tap, has_symbolic_shape, rule
 
 _aten = torch.ops.aten
+_NATIVE = 0  # PyTorch's own implementation, in what `batch_norm_forward` returns
 
 
 def _tap(a, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled) -> Tap | None:
@@ -65,9 +66,11 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx, d):
         a, weight, mean, rstd, reserve = ctx.saved_tensors
         (kind, eps), mask = ctx.how, list(ctx.needs_input_grad[:3])
-        errors = batch_norm_backward(
-            kind, a, d, norm.not_zero(weight), None, None, mean, rstd, True, eps, mask, reserve
-        )
+        w = norm.not_zero(weight)
+        if kind == _NATIVE or has_symbolic_shape(a):
+            errors = _aten.native_batch_norm_backward(d, a, w, None, None, mean, rstd, True, eps, mask)
+        else:
+            errors = batch_norm_backward(kind, a, d, w, None, None, mean, rstd, True, eps, mask, reserve)
         return *(e if needed else None for e, needed in zip(errors, mask, strict=True)), *[None] * 5
 
 
@@ -78,7 +81,7 @@ def batch_norm(u, a, weight, bias, running_mean, running_var, training, momentum
     if _at_input(a, weight, training):
         return _norm_at_input(u, a, weight, bias, eps)
     if training:
-        return _norm(u, a, weight, bias, dims, dims, shape, eps)
+        return _norm(u, a, weight, bias, _Axes(dims, dims, shape), eps)
     mean, scale = running_mean.view(shape), (running_var + eps).rsqrt().view(shape)
     full = scale if weight is None else scale * weight.view(shape)
     return Linearization(
@@ -93,8 +96,7 @@ def batch_norm(u, a, weight, bias, running_mean, running_var, training, momentum
 @rule(torch.layer_norm)
 def layer_norm(u, a, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True) -> Linearization:
     """Over the last dimensions of each position."""
-    dims = list(range(a.dim() - len(normalized_shape), a.dim()))
-    return _norm(u, a, weight, bias, dims, list(range(dims[0])), list(normalized_shape), eps)
+    return _norm(u, a, weight, bias, _last(a, normalized_shape), eps)
 
 
 @rule(torch.rms_norm)
@@ -103,8 +105,7 @@ def rms_norm(u, a, normalized_shape, weight=None, eps=None) -> Linearization | N
     if eps is None and a.dtype not in (torch.float32, torch.float64):  # versions differ in what they then take
         return None
     eps = torch.finfo(a.dtype).eps if eps is None else eps
-    dims = list(range(a.dim() - len(normalized_shape), a.dim()))
-    return _norm(u, a, weight, None, dims, list(range(dims[0])), list(normalized_shape), eps, centred=False)
+    return _norm(u, a, weight, None, _last(a, normalized_shape)._replace(centred=False), eps)
 
 
 @rule(torch.group_norm)
@@ -114,14 +115,36 @@ def group_norm(u, a, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled
     view = [n, num_groups, channels // num_groups, *size]
     shape = [*view[1:3], *[1] * len(size)]
     dims = list(range(2, len(view)))
-    return _norm(u, a, weight, bias, dims, [0, *dims[1:]], shape, eps, view=view)
+    return _norm(u, a, weight, bias, _Axes(dims, [0, *dims[1:]], shape, view), eps)
 
 
 @rule(torch.instance_norm)
 def instance_norm(u, a, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled):
     """Over the positions of each channel of each sample."""
     dims, shape = _channels(a)
-    return _norm(u, a, weight, bias, dims[1:], dims, shape, eps) if use_input_stats else None
+    return _norm(u, a, weight, bias, _Axes(dims[1:], dims, shape), eps) if use_input_stats else None
+
+
+class _Axes(NamedTuple):
+    """What is normalised.
+
+    dims     the dimensions of a group
+    summed   those that scale and shift are broadcast along
+    shape    of scale and shift beside a
+    view     where groups split a dimension of a, a's shape with it split: the first three are for that
+    centred  whether the mean is subtracted
+    """
+
+    dims: list[int]
+    summed: list[int]
+    shape: list[int]
+    view: list[int] | None = None
+    centred: bool = True
+
+
+def _last(a: Tensor, normalized_shape: Sequence[int]) -> _Axes:
+    first = a.dim() - len(normalized_shape)
+    return _Axes(list(range(first, a.dim())), list(range(first)), list(normalized_shape))
 
 
 class _Group(NamedTuple):
@@ -165,24 +188,24 @@ def _norm_at_input(u, a, weight, bias, eps) -> Linearization:
     )
 
 
-def _norm(u, a, weight, bias, dims, summed, shape, eps, *, centred=True, view=None) -> Linearization:
-    """Any norm, with d the error of u; where groups split a dimension of a, `view` is a's shape with it split."""
+def _norm(u, a, weight, bias, axes: _Axes, eps: float) -> Linearization:
+    """Any norm, with d the error of u."""
 
     def split(z: Tensor) -> Tensor:  # no reshape where there is nothing to split: the compiler then shares statistics
-        return z if view is None else z.reshape(view)
+        return z if axes.view is None else z.reshape(axes.view)
 
     def joined(z: Tensor) -> Tensor:
-        return z if view is None else z.reshape(a.shape)
+        return z if axes.view is None else z.reshape(a.shape)
 
-    group = _group(split(a), dims, eps, centred)
-    w = None if weight is None else weight.view(shape)
+    group = _group(split(a), axes.dims, eps, axes.centred)
+    w = None if weight is None else weight.view(axes.shape)
     return Linearization(
         signal=group.x_hat,
         tangent=lambda t: norm.jacobian(split(t), *group),
         push=lambda s: joined(_scale(s, w, u.dtype)),
         pull=lambda r: joined(norm.pulled(split(r), w, *group)),
         curve=lambda d, t: joined(norm.curved(split(d), split(t), w, *group)),
-        **_affine(weight, bias, summed, split),
+        **_affine(weight, bias, axes.summed, split),
     )
 
 

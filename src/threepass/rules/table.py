@@ -163,6 +163,11 @@ def name_of(func: Any) -> str:
     return f"Tensor.{owner.__name__}" if name == "__get__" and owner is not None else name
 
 
+def has_symbolic_shape(z: Tensor) -> bool:
+    """Whether a trace with dynamic shapes is at work on this tensor."""
+    return any(isinstance(size, torch.SymInt) for size in z.shape)
+
+
 def is_users(func: Any) -> bool:
     """Whether an operation is user-defined: an `autograd.Function` or a custom op."""
     key = key_of(func)

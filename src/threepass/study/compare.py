@@ -18,6 +18,7 @@ import platform
 import re
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from ..inspect.variances import variances
 from ..step import add_to_grad
 from ..train.checkpoint import code_version
 from ..train.config import Config
+from ..train.config_file import as_toml
 from ..train.data import Batches, DataSet, load
 from ..train.folder import fresh
 from ..train.loop import fit
@@ -131,6 +133,8 @@ def compare(
     out = Path(out) if resume else fresh(Path(out))
     described = describe(data, make_model, config, variants, seeds, command, about, sigmas, radii)
     _begin(out, described, resume)
+    saved = out / "compare.json"
+    print(f"# common settings, saved in {saved}\n{as_toml(config.to_dict())}", file=sys.stderr, flush=True)
     for seed in range(seeds):
         for variant in variants:
             folder = out / variant.folder / f"seed-{seed}"

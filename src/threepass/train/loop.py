@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from ..core.penalty import Penalty
+from ..integrations.loggers import Logger
 from . import checkpoint
 from .config import Config
 from .feed import Data
@@ -54,6 +55,7 @@ def fit(
     penalty: Penalty | None = None,
     after_step: AfterStep | None = None,
     keep_going: bool = False,
+    logger: Logger | None = None,
     **settings: Any,
 ) -> Fit:
     """Trains the model by three passes (alpha=1: by two), and returns it with E and E_x.
@@ -73,6 +75,8 @@ def fit(
         penalty: as for `three_pass`, a name or a function; default: the config's.
         after_step: called with the epoch and the number of batches done.
         keep_going: train on when the loss is not finite; else that raises a `DivergedError`.
+        logger: gets the figures of every step and epoch by `logger.log(step, values)`, besides TensorBoard's files;
+            `threepass.integrations.loggers` has adapters for W&B and MLflow.
         settings: settings as keywords, `fit(model, data, epochs=5, alpha=0.8)`; they replace those of the config.
     """
     if resume and folder is None:
@@ -82,7 +86,7 @@ def fit(
     if isinstance(penalty, str):
         settings, penalty = settings | {"penalty": penalty}, None
     config = (config or Config()).with_settings(settings)
-    trainer = Trainer(model, data, config, loss_fn, metric, penalty)
+    trainer = Trainer(model, data, config, loss_fn, metric, penalty, logger=logger)
     if folder is None:
         return _result(trainer.run(after_step, keep_going), model)
     with resumed(Path(folder)) if resume else created(Path(folder)) as files:

@@ -13,6 +13,7 @@ from torch import nn
 from .. import models
 from ..init import init_
 from .config import Config
+from .config_file import as_toml
 from .data import DataSet, load
 from .files import Kinds, read_object
 from .ranks import ALONE, Ranks
@@ -62,6 +63,11 @@ class Run:
         beside = folder / "run.json.new"
         beside.write_text(json.dumps(about, indent=1))
         beside.replace(folder / "run.json")
+
+    def in_words(self) -> str:
+        """All settings, as a file for `--config`."""
+        own = {name: getattr(self, name) for name in KEYS if name != "config"}
+        return as_toml(own | self.config.to_dict())
 
     @classmethod
     def read(cls, folder: Path) -> "Run":

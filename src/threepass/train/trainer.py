@@ -12,6 +12,7 @@ from torch import nn
 
 from ..core.penalty import Penalty
 from ..errors import DivergedError, warn_caller
+from ..integrations.loggers import Logger
 from . import checkpoint
 from .average import MovingAverage
 from .captured import CapturedSteps
@@ -47,8 +48,9 @@ class Trainer:
         metric: Metric | None = None,
         penalty: Penalty | None = None,
         ranks: Ranks = ALONE,
+        logger: Logger | None = None,
     ):
-        self.model, self.config, self.ranks = model, config, ranks
+        self.model, self.config, self.ranks, self.logger = model, config, ranks, logger
         if ranks.size > 1 and config.sam:
             raise ValueError("sam is for one process: it perturbs the weights along the gradient of a whole batch")
         self.penalty = config.penalty if penalty is None else penalty
@@ -66,7 +68,7 @@ class Trainer:
         self.folder: RunFolder | None = None
         self._interrupts = Interrupts()
         self._saved = self._watched = time.monotonic()
-        self._logged = 0  # batches of the epoch whose figures are in TensorBoard's files
+        self._logged = 0  # batches of the epoch whose figures are logged
 
     def _make_steps(self) -> None:
         """Steps and validation: eager; recorded, for data in memory; or compiled batch by batch.
@@ -182,8 +184,8 @@ class Trainer:
         losses = self.steps.curve[: self.done, 0].isfinite()
         bad = None if keep_going or bool(losses.all()) else int(losses.int().argmin())
         diverged = bad is not None or not (keep_going or math.isfinite(metrics["val_loss"]))
+        self._log(metrics)
         if self.folder is not None:
-            self._write_events(metrics)
             self.folder.write_metrics(self.history)
         if diverged:
             raise DivergedError(self.epoch + 1, bad, self.epoch * len(self.batches) + (bad or 0))
@@ -240,18 +242,24 @@ class Trainer:
         recorder.seconds = recorder.check_seconds = 0.0
         return {name: value for name, value in cost.items() if value is not None}
 
-    def _write_events(self, metrics: dict[str, Any] | None = None) -> None:
-        """For TensorBoard: the figures of the epoch's steps since the last call, and the epoch's own. x: steps done."""
-        assert self.folder is not None
+    def _log(self, metrics: dict[str, Any] | None = None) -> None:
+        """For TensorBoard and the logger: the figures of the epoch's steps since the last call, and the epoch's own."""
+        if self.folder is None and self.logger is None:
+            return
         first, lr = self.epoch * len(self.batches), self.steps.schedule.lr
-        scalars = []
+        logged: dict[int, dict[str, float]] = {}  # by the number of steps done
         for i, (loss, input_loss) in enumerate(
             self.steps.curve[self._logged : self.done].tolist(), first + self._logged
         ):
-            values = {"train/loss": loss, "train/input_loss": input_loss, "train/lr": lr(i)}
-            scalars += [(name, value, i + 1) for name, value in values.items()]
-        scalars += [(name, value, first + self.done) for name, value in event_names(metrics or {}).items()]
-        self.folder.write_events(scalars, first + self._logged + 1)
+            logged[i + 1] = {"train/loss": loss, "train/input_loss": input_loss, "train/lr": lr(i)}
+        if metrics is not None:
+            logged.setdefault(first + self.done, {}).update(event_names(metrics))
+        if self.folder is not None:
+            scalars = [(name, value, step) for step, values in logged.items() for name, value in values.items()]
+            self.folder.write_events(scalars, first + self._logged + 1)
+        if self.logger is not None and self.ranks.is_first:
+            for step, values in logged.items():
+                self.logger.log(step, values)
         self._logged = self.done
 
     def save(self) -> None:
@@ -284,7 +292,7 @@ class Trainer:
             self._interrupts.received = signal.SIGTERM
         self._interrupts.check()
         if save:
-            self._write_events()
+            self._log()
             self.save()
 
     def resume(self) -> None:

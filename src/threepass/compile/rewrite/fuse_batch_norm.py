@@ -10,7 +10,7 @@ memory with a gate: there the kernel applies the gate, and Inductor recomputes t
 
 import operator
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -46,7 +46,7 @@ def _fuse_backward(graph: Graph, node: Any) -> None:
     z, a, weight, _, _, mean, rstd, training, _, _ = node.args
     if weight is None or not training:
         return
-    sums = _take_moments(graph, node, z, a, mean, rstd)
+    sums = _take_moments(graph, node, z, _Norm(a, mean, rstd))
     if sums is None:
         return
     for part in list(node.users):
@@ -56,27 +56,33 @@ def _fuse_backward(graph: Graph, node: Any) -> None:
             _pass_on(graph, part, sums, 2 - part.args[1])
 
 
-def _take_moments(
-    graph: Graph, place: Any, z: Any, a: Any, mean: Any, rstd: Any, d: Any = None, w: Any = None
-) -> Node | None:
+class _Norm(NamedTuple):
+    """A batch norm in training mode: its input and the statistics of that."""
+
+    a: Any
+    mean: Any
+    rstd: Any
+
+
+def _take_moments(graph: Graph, place: Any, z: Any, norm: _Norm, d: Any = None, w: Any = None) -> Node | None:
     """Takes the moments of z: with the making of z if that is a gated sum, else in a given place; None: not at all."""
     numbers = None
     if z.target is _aten.threshold_backward.default and z.args[2] == 0:
         (z, u, _) = z.args
-        if u.target is not rectified or u.args[0] is not a:
+        if u.target is not rectified or u.args[0] is not norm.a:
             return None
         numbers = u.args[1]
     made = not is_elementwise(z) and not isinstance(z.target, FunctionType)  # `gated` and its like
-    if not made or not _fits(z, a, mean):
+    if not made or not _fits(z, norm.a, norm):
         return None
-    if z.target is _ours.gated_sum.default and mean < z and rstd < z and d is None and numbers is None:
+    if z.target is _ours.gated_sum.default and norm.mean < z and norm.rstd < z and d is None and numbers is None:
         with graph.inserting_before(z):
-            both = call(graph, _ours.gated_moments.default, (*z.args, a, mean, rstd))
+            both = call(graph, _ours.gated_moments.default, (*z.args, *norm))
         put(z, operator.getitem, (both, 0))
         with graph.inserting_after(z):
             return call(graph, operator.getitem, (both, 1))
     with graph.inserting_before(place):
-        return call(graph, _ours.moments.default, (z, a, mean, rstd, d, w, numbers))
+        return call(graph, _ours.moments.default, (z, *norm, d, w, numbers))
 
 
 def _pass_on(graph: Graph, node: Any, sums: Node, row: int) -> None:
@@ -91,9 +97,9 @@ def _pass_on(graph: Graph, node: Any, sums: Node, row: int) -> None:
     put(node, _copy, (new,), {"dtype": value_of(node).dtype})
 
 
-def _fits(z: Any, a: Any, mean: Any) -> bool:
+def _fits(z: Any, other: Any, norm: _Norm) -> bool:
     exact = accumulate_dtype(value_of(z).dtype)  # a CPU's batch norm rounds its mean
-    return value_of(mean).dtype == exact and moments.fits(value_of(z), value_of(a))
+    return value_of(norm.mean).dtype == exact and moments.fits(value_of(z), value_of(other))
 
 
 def _find_formulas(graph: Graph) -> dict[tuple[Any, Any], list[Any]]:
@@ -113,16 +119,14 @@ def _fuse_formulas(graph: Graph, z: Any, x_hat: Any, nodes: list[Any]) -> None:
     statistics = x_hat.args[0]
     with graph.inserting_after(x_hat):
         rstd, mean = (call(graph, operator.getitem, (statistics, i)) for i in (1, 2))
+    norm = _Norm(statistics.args[0], mean, rstd)
     totals = [n for n in z.users if n.target is _sum and n.args[1:] == (moments.DIMS, True) and mean < n]
     first = min((*totals, *nodes))
-    thirds = [n for n in z.users if n.target is formulas.scale_gradient_at_input.op and n.args[1] is z and first < n]
-    curves = [n for n in nodes if n.target is formulas.curved_at_input.op]
-    d = next((n.args[0] for n in (*thirds, *curves) if n.args[0] < first and _fits(z, n.args[0], mean)), None)
-    thirds = [n for n in thirds if n.args[0] is d and n.args[2] < first]
     if not z < first:
         return
+    d, thirds = _products(z, nodes, first, norm)
     w = thirds[0].args[2] if thirds else None
-    sums = _take_moments(graph, first, z, statistics.args[0], mean, rstd, d, w)
+    sums = _take_moments(graph, first, z, norm, d, w)
     if sums is None:
         return
     for node in totals:
@@ -130,7 +134,16 @@ def _fuse_formulas(graph: Graph, z: Any, x_hat: Any, nodes: list[Any]) -> None:
     for node in nodes:
         if node.target is formulas.scale_gradient.op:
             put(node, _aten.select.int, (sums, 0, 1))
-        elif node.target is formulas.jacobian.op or node.args[0] is d:
+        elif node.target is formulas.jacobian.op or d is None or node.args[0] is d:
             node.args = (*node.args, sums)
-    for node in thirds[:1]:
+    for node in thirds:
         put(node, _aten.select.int, (sums, 0, 3))
+
+
+def _products(z: Any, nodes: list[Any], first: Any, norm: _Norm) -> tuple[Any, list[Any]]:
+    """An error d whose product with z is summed too, and the gradients of one scale that take this sum."""
+    curves = [n for n in nodes if n.target is formulas.curved_at_input.op]
+    thirds = [n for n in z.users if n.target is formulas.scale_gradient_at_input.op and n.args[1] is z and first < n]
+    d = next((n.args[0] for n in (*curves, *thirds) if n.args[0] < first and _fits(z, n.args[0], norm)), None)
+    of_d = [n for n in thirds if n.args[0] is d and n.args[2] < first]
+    return d, [n for n in of_d if n.args[2] is of_d[0].args[2]]

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ..._torch_compat import FakeTensorMode, arguments_of, to_copy, tree_map
+from ..._torch_compat import FakeTensor, FakeTensorMode, arguments_of, to_copy, tree_leaves, tree_map
 from ...kernels.fusible import FORMULAS
 
 
@@ -40,9 +40,15 @@ def is_random(node: Any) -> bool:
 def call(graph: Graph, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> Node:
     """A new node, with its value: passes read shapes and strides off their operands."""
     node = graph.call_function(target, args, kwargs or {})
-    with FakeTensorMode(), torch.no_grad():
+    with _fake_mode_of(node), torch.no_grad():
         node.meta["val"] = target(*map_arg(args, _image), **map_arg(kwargs or {}, _image))
     return node
+
+
+def _fake_mode_of(node: Node) -> Any:
+    """The fake mode of a node's arguments: with dynamic shapes, the one that knows their symbols."""
+    values = (z for n in node.all_input_nodes for z in tree_leaves(n.meta["val"]))
+    return next((z.fake_mode for z in values if isinstance(z, FakeTensor)), None) or FakeTensorMode()
 
 
 def _image(node: Node) -> Any:
