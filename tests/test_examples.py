@@ -1,16 +1,30 @@
 """Every example runs to its end, as a user would run it."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+FOLDER = Path(__file__).parents[1] / "examples"
+EXAMPLES = sorted([*FOLDER.glob("*.py"), *FOLDER.glob("*.ipynb")])
 
 
-@pytest.mark.parametrize("script", EXAMPLES, ids=lambda p: p.stem)
-def test_example(script, tmp_path):
+def as_script(example: Path, folder: Path) -> Path:
+    """A script, or the cells of a notebook as one."""
+    if example.suffix == ".py":
+        return example
+    cells = [cell for cell in json.loads(example.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells), "clear the notebook's outputs"
+    script = folder / f"{example.stem}.py"
+    script.write_text("\n\n".join("".join(cell["source"]) for cell in cells))
+    return script
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
+def test_example(example, tmp_path):
+    script = as_script(example, tmp_path)
     source = Path(__file__).parents[1] / "src"
     done = subprocess.run(
         [sys.executable, str(script)],
