@@ -57,13 +57,13 @@ def main() -> None:
 
 
 def write(args: argparse.Namespace, rows: list[dict]) -> None:
-    device = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     summary = {
         "captures": sum(len(row["checks"]) for row in rows),
         "refused": sum(not c["passed"] for row in rows for c in row["checks"]),
         "failed": [row["net"] for row in rows if "failed" in row],
     }
-    report = {"device": device, "torch": torch.__version__, "size": args.size, **summary, "rows": rows}
+    report = {"device": device, "size": args.size, **summary, "rows": rows}
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     if args.processes > 1:
         print(json.dumps(summary))
@@ -128,7 +128,7 @@ def one(net: str, precision: str, mode: str, args: argparse.Namespace) -> dict:
         return [*r.grads.values(), r.loss, r.input_loss, *(z for z in tree_leaves(r.input_grad) if z is not None)]
 
     inputs = [weights, seed, *flat]
-    row: dict = {"net": net, "precision": precision, "mode": mode, "checks": []}
+    row: dict = {"net": net, "precision": precision, "mode": mode, "torch": torch.__version__, "checks": []}
     watch = Watch()
     try:
         with watch:

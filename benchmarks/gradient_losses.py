@@ -1,106 +1,216 @@
-"""A loss on forces through a SchNet-like net: `gradient_step` against double backward and plain training, eagerly.
+"""Losses on input gradients: `GradientStep` and `ThreePass` against double backward in the forms that people use.
 
-    python benchmarks/gradient_losses.py [--atoms 600] [--edges 12000] [--width 64] [--rounds 15]
+    python benchmarks/gradient_losses.py --device cpu --out results/gradient-losses/cpu.json
+    python benchmarks/gradient_losses.py --device cuda --out results/gradient-losses/h200.json
 
-The three take turns, so that a change of the machine's load meets them all. Seconds are the process's own (CPU time of
-one thread), the least of all rounds. Prints a table, and with --out writes JSON.
+Nets: `gradient_nets.py`. Methods: `plain`, the step without the loss on g; `double`, eager double backward; `traced`,
+output and g traced by make_fx and compiled by Inductor, as NequIP does, with the outer backward pass by AOTAutograd;
+`func`, torch.func; `threepass` and `threepass-compiled`. First, every net's gradients are compared with double backward
+in float64 at a tiny size. Then the methods of a net take turns; memory is the most that a step allocated. The largest
+batch, on a GPU: where the peak at this batch and at half of it, continued as a line, meets the memory of the device.
+
+A net that is in the file already is left out, so that a run that was stopped goes on. --size tiny: a test of all paths.
 """
 
 import argparse
+import contextlib
+import copy
 import json
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from gradient_nets import NETS, SIZES, Problem, make
+from torch import Tensor
+from torch.func import functional_call
 
 import threepass
+from threepass._torch_compat import make_fx
+from threepass.bench.case import machine
+from threepass.bench.measure import peak_bytes, summary, take_turns
+
+Step = Callable[[], Any]
 
 
-class Energies(nn.Module):
-    """Continuous-filter convolutions over edges; returns the energy of each molecule."""
-
-    def __init__(self, width: int, bases: int = 32, layers: int = 3):
-        super().__init__()
-        self.atoms = nn.Embedding(5, width)
-        self.register_buffer("centres", torch.linspace(0, 5, bases))
-        self.filters = nn.ModuleList(_softplus_net(bases, width, width) for _ in range(layers))
-        self.updates = nn.ModuleList(_softplus_net(width, width, width) for _ in range(layers))
-        self.head = _softplus_net(width, width, 1)
-
-    def forward(self, positions: Tensor, kinds: Tensor, edges: Tensor, molecule: Tensor) -> Tensor:
-        to, source = edges
-        lengths = (positions[to] - positions[source]).norm(dim=1, keepdim=True)
-        bases = torch.exp(-2 * (lengths - self.centres) ** 2)
-        h = self.atoms(kinds)
-        for filters, update in zip(self.filters, self.updates, strict=True):
-            messages = h[source] * filters(bases)
-            h = h + update(torch.zeros_like(h).index_add(0, to, messages))
-        return h.new_zeros(2, 1).index_add(0, molecule, self.head(h))
+def plain(problem: Problem) -> Step:
+    weights = list(problem.model.parameters())
+    return lambda: torch.autograd.grad(problem.plain(problem.model(**problem.x), problem.y), weights)
 
 
-def _softplus_net(n: int, m: int, k: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(n, m), nn.Softplus(), nn.Linear(m, k))
+def double(problem: Problem) -> Step:
+    weights = [p for p in problem.model.parameters() if p.requires_grad]
+
+    def step() -> Any:
+        leaf = problem.x[problem.wrt].detach().requires_grad_()
+        output = problem.model(**problem.x | {problem.wrt: leaf})
+        (g,) = torch.autograd.grad(problem.inner(output, problem.y), leaf, create_graph=True)
+        return torch.autograd.grad(problem.loss(output, g, problem.y), weights, allow_unused=True)
+
+    return step
 
 
-def loss_fn(output: Tensor, g: Tensor, y: tuple[Tensor, Tensor]) -> Tensor:
-    return F.mse_loss(output, y[0]) + 10 * F.mse_loss(-g, y[1])
+def traced(problem: Problem) -> Step:
+    """Output and g as one graph of ATen operations, which torch.compile differentiates and compiles."""
+    model, names = problem.model, [n for n, _ in problem.model.named_parameters()]
+    buffers = dict(model.named_buffers())
+    weights = [p for _, p in model.named_parameters()]
+
+    def output_and_gradient(weights: list[Tensor], x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        leaf = x[problem.wrt].detach().requires_grad_()
+        state = dict(zip(names, weights, strict=True)) | buffers
+        output = functional_call(model, state, kwargs=x | {problem.wrt: leaf})
+        (g,) = torch.autograd.grad(problem.inner(output, problem.y), leaf, create_graph=True)
+        return output, g
+
+    graph = torch.compile(make_fx(output_and_gradient)(weights, problem.x), dynamic=False)
+
+    def step() -> Any:
+        output, g = graph(weights, problem.x)
+        return torch.autograd.grad(problem.loss(output, g, problem.y), weights, allow_unused=True)
+
+    return step
 
 
-def methods(atoms: int, edges: int, width: int) -> dict[str, Callable[[], Any]]:
-    torch.manual_seed(0)
-    model = Energies(width)
-    pairs = torch.randint(atoms, (2, edges))
-    pairs[1] = torch.where(pairs[0] == pairs[1], (pairs[1] + 1) % atoms, pairs[1])
-    x = {"positions": 2 * torch.randn(atoms, 3), "kinds": torch.randint(5, (atoms,)), "edges": pairs}
-    x["molecule"] = 2 * torch.arange(atoms) // atoms
-    y = torch.randn(2, 1), torch.randn(atoms, 3)
-    weights = list(model.parameters())
+def func(problem: Problem) -> Step:
+    model, weights = problem.model, dict(problem.model.named_parameters())
 
-    def plain() -> Any:
-        return torch.autograd.grad(F.mse_loss(model(**x), y[0]), weights)
+    def loss_of(weights: dict[str, Tensor]) -> Tensor:
+        def value(leaf: Tensor) -> tuple[Tensor, Tensor]:
+            output = functional_call(model, weights, kwargs=problem.x | {problem.wrt: leaf})
+            return problem.inner(output, problem.y), output
 
-    def double_backward() -> Any:
-        positions = x["positions"].clone().requires_grad_()
-        output = model(**x | {"positions": positions})
-        (g,) = torch.autograd.grad(output.sum(), positions, create_graph=True)
-        return torch.autograd.grad(loss_fn(output, g, y), weights)
+        g, output = torch.func.grad(value, has_aux=True)(problem.x[problem.wrt])
+        return problem.loss(output, g, problem.y)
 
-    def gradient_step() -> Any:
-        return threepass.gradient_step(model, loss_fn, x, y, wrt="positions")
-
-    return {"plain, energies only": plain, "double backward": double_backward, "gradient_step": gradient_step}
+    return lambda: tuple(torch.func.grad(loss_of)({n: p.detach() for n, p in weights.items()}).values())
 
 
-def measure(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    least = dict.fromkeys(runs, float("inf"))
-    for _ in range(rounds + 1):  # the first one warms up
-        for name, run in runs.items():
-            began = time.process_time()
-            run()
-            least[name] = min(least[name], time.process_time() - began)
-    return least
+def ours(problem: Problem, compile: bool = False) -> Step:
+    how: Any = {"compile": "require" if compile else False}
+    if problem.penalty is None:
+        step = threepass.GradientStep(problem.model, problem.loss, wrt=problem.wrt, **how)
+    else:
+        how |= {"penalty": problem.penalty, "mode": "exact", "strength": 1.0, "wrt": problem.wrt}
+        step = threepass.ThreePass(problem.model, problem.inner, **how)
+    weights = list(problem.model.named_parameters())
+
+    def run() -> Any:
+        for _, p in weights:
+            p.grad = None
+        grads = step(problem.x, problem.y).grads
+        return tuple(grads.get(n) for n, _ in weights)
+
+    return run
+
+
+METHODS: dict[str, Callable[[Problem], Step]] = {
+    "plain": plain, "double": double, "traced": traced, "func": func, "threepass": ours,
+    "threepass-compiled": lambda problem: ours(problem, compile=True),
+}  # fmt: skip
+
+
+def difference(grads: Any, reference: Any) -> float:
+    """|g - g'| / |g'| over all weights together; a weight without gradient has the gradient 0."""
+    pairs = [
+        (torch.zeros(()).to(r) if g is None else g, r) for g, r in zip(grads, reference, strict=True) if r is not None
+    ]
+    apart = sum((g.double() - r.double()).square().sum().item() for g, r in pairs)
+    return (apart / sum(r.double().square().sum().item() for _, r in pairs)) ** 0.5
+
+
+def exactness(name: str) -> float:
+    """How far our gradients are from double backward's, in float64 on the CPU."""
+    problem = make(name, *SIZES["tiny"][name], dtype=torch.float64)
+    other = copy.deepcopy(problem)
+    with doubles_by_default():
+        return difference(ours(problem)(), double(other)())
+
+
+@contextlib.contextmanager
+def doubles_by_default() -> Iterator[None]:
+    """Some packages make tensors of the default format in their forward pass."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def measure(name: str, size: int, width: int, device: str, rounds: int, methods: list[str]) -> dict[str, Any]:
+    """By method: seconds, peak bytes, the first call's seconds, distance from double backward; or why it fails."""
+    problem, steps, rows = make(name, size, width, device), {}, {}
+    reference = double(copy.deepcopy(problem))()
+    for method in methods:
+        began = time.perf_counter()
+        try:
+            step = METHODS[method](copy.deepcopy(problem))
+            apart = None if method == "plain" else difference(step(), reference)
+            step()
+        except Exception as error:  # whatever a method does not support, the others still count
+            rows[method] = {"fails": f"{type(error).__name__}: {str(error).strip()[:300]}"}
+            continue
+        steps[method] = step
+        rows[method] = {"first_seconds": time.perf_counter() - began, "difference": apart}
+    seconds = take_turns(steps, rounds, device == "cuda")
+    for method, step in steps.items():
+        rows[method] |= summary(seconds[method]) | {"peak_bytes": peak_bytes(step, device == "cuda")}
+    return rows
+
+
+def largest_batch(name: str, size: int, width: int, rows: dict[str, Any]) -> None:
+    """Adds to each row the batch whose peak, on the line through this batch and half of it, is the device's memory."""
+    memory = torch.cuda.get_device_properties(0).total_memory
+    problem = make(name, size // 2, width, "cuda")
+    for method, row in rows.items():
+        if "fails" in row:
+            continue
+        step = METHODS[method](copy.deepcopy(problem))
+        step()
+        slope = (row["peak_bytes"] - peak_bytes(step, True)) / (size - size // 2)
+        row["largest_batch"] = int(size + (memory - row["peak_bytes"]) / slope) if slope > 0 else None
+
+
+def show(name: str, entry: dict[str, Any]) -> None:
+    print(f"{name}: {entry['samples']} samples, float64 difference {entry['float64_difference']:.1e}")
+    base = entry["methods"].get("plain", {}).get("median")
+    for method, row in entry["methods"].items():
+        if "fails" in row:
+            print(f"  {method:<20} fails: {row['fails'].splitlines()[0][:90]}")
+            continue
+        ratio = f"{row['median'] / base:5.2f}x" if base else ""
+        batch = f"  largest batch {row['largest_batch']}" if "largest_batch" in row else ""
+        print(f"  {method:<20} {1e3 * row['median']:9.2f} ms {ratio} {row['peak_bytes'] / 2**20:9.1f} MiB{batch}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"atoms": 600, "edges": 12_000, "width": 64, "rounds": 15}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--size", choices=tuple(SIZES), help="default: the device's")
+    parser.add_argument("--nets", nargs="+", choices=tuple(NETS), default=list(NETS))
+    parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    seconds = measure(methods(given.atoms, given.edges, given.width), given.rounds)
-    first = next(iter(seconds.values()))
-    for name, s in seconds.items():
-        print(f"{name:<22} {1e3 * s:8.1f} ms  {s / first:5.2f}x")
-    if given.out is not None:
-        settings = {name: value for name, value in vars(given).items() if name != "out"}
-        given.out.write_text(
-            json.dumps({"settings": settings, "torch": torch.__version__, "seconds": seconds}, indent=1)
-        )
+    warnings.filterwarnings("ignore")
+    found = json.loads(given.out.read_text()) if given.out.exists() else {"nets": {}}
+    found |= {"machine": machine(given.device), "threads": torch.get_num_threads()}
+    for name in [n for n in given.nets if n not in found["nets"]]:
+        size, width = SIZES[given.size or given.device][name]
+        try:
+            entry: dict[str, Any] = {"samples": size, "width": width, "float64_difference": exactness(name)}
+        except ModuleNotFoundError as error:
+            print(f"{name}: left out, {error.name} is not installed")
+            continue
+        entry["methods"] = measure(name, size, width, given.device, given.rounds, given.methods)
+        if given.device == "cuda":
+            largest_batch(name, size, width, entry["methods"])
+        show(name, entry)
+        found["nets"][name] = entry
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

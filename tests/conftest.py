@@ -24,3 +24,9 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def traced_for_kernels(monkeypatch):
+    """As on a GPU: in a trace with kernels, fusible formulas are one node each."""
+    monkeypatch.setattr("threepass.kernels.fusible.runs_on", lambda device: True)

@@ -361,7 +361,7 @@ class SchNet(nn.Module):
         bases = torch.exp(-2 * (lengths - self.centres) ** 2)
         h = self.atoms(kinds)
         for filters, update in zip(self.filters, self.updates, strict=True):
-            h = h + update(self.collect(len(h), to, h[source] * filters(bases)))
+            h = h + update(self.collect(h.shape[0], to, h[source] * filters(bases)))
         return self.collect(2, molecule, self.head(h))
 
 

@@ -43,10 +43,21 @@ def test_norms_are_advised_exact_mode_and_named():
     assert repr(advice) == text
 
 
-def test_batch_norm_by_running_statistics_is_no_curved_norm():
-    advice = threepass.advise(net(nn.BatchNorm2d(4), nn.ReLU()).eval(), F.cross_entropy, X, Y)
+def test_a_model_in_eval_mode_is_measured_in_training_mode():
+    model = net(nn.BatchNorm2d(4), nn.ReLU()).eval()
+    advice = threepass.advise(model, F.cross_entropy, X, Y)
+    assert (advice.norms, advice.mode) == (("batch_norm",), "exact")
+    assert "in eval mode; this was measured in training mode" in str(advice)
+    assert not any(module.training for module in model.modules())
+
+
+def test_batch_norm_that_is_frozen_in_training_is_no_curved_norm():
+    model = net(nn.BatchNorm2d(4), nn.ReLU())
+    model[1].eval()
+    advice = threepass.advise(model, F.cross_entropy, X, Y)
     assert advice.norms == ()
-    assert "call model.train() first" in str(advice)
+    assert "eval mode" not in str(advice)
+    assert [module.training for module in model] == [True, False, True, True, True]
 
 
 def test_a_low_cosine_without_norms_is_advised_exact_mode():

@@ -248,16 +248,27 @@ def test_what_a_case_settles():
     assert (x.shape, y.shape, v.shape) == ((3, 3, 8, 8), (3,), (3, 10))
 
 
-CRASH = "import os\n\ndef net():\n    os._exit(7)\n"
+NETS = """
+import os
+from threepass import models
+from threepass.bench import case
+
+def small():
+    case.ceilings = lambda device, dtype: {"operations_per_second": 1e12, "bytes_per_second": 1e11}
+    return models.mlp(12, 8, 10)
+
+def crashing():
+    os._exit(7)
+"""
 
 
 @pytest.mark.parametrize("together", [False, True])
 def test_a_crash_costs_one_result(together, tmp_path, monkeypatch, capsys):
-    (tmp_path / "crashing.py").write_text(CRASH)
+    (tmp_path / "nets.py").write_text(NETS)
     path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH"), "src"])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-    tiny = Case(**TINY, best=False, methods=("plain",))
-    named = {"first": tiny, "bad": Case("crashing:net", device="cpu"), "good": tiny}
+    tiny = Case(**TINY | {"model": "nets:small", "options": {}}, best=False, methods=("plain",))
+    named = {"first": tiny, "bad": Case("nets:crashing", device="cpu"), "good": tiny}
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "bad.json").write_text("from another time")
     first, bad, good = (json.loads(f.read_text()) for f in suite.run_all(named, tmp_path / "out", together))
@@ -308,10 +319,16 @@ def test_tables_go_between_the_marks(tmp_path, eager_report):
     z = report["limits"]["paper"]
     assert f", 1.25x | {z['operations_ratio']:.2f}x, {z['bytes_ratio']:.2f}x |" in made
     assert all(f"| {name} | 1.25x |" in made for name in NAMES.values())
-    target = tmp_path / "page.md"
-    target.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
-    tables.fill(target, made)
-    assert target.read_text() == f"before\n{tables.BEGIN}\n{made}\n{tables.END}\nafter\n"
+    target, (whole, time, _) = tmp_path / "page.md", tables.MARKS
+    target.write_text(f"before\n{whole}\nold\n{tables.END}\nafter\n{time}\n{tables.END}\nlast\n")
+    (tmp_path / "cpu-encoder-16-float32.json").write_text(json.dumps(report))
+    made, short = tables.markdown(tmp_path), tables.costs(tmp_path, "time")
+    tables.fill(target, tmp_path)
+    assert target.read_text() == (
+        f"before\n{whole}\n{made}\n{tables.END}\nafter\n{time}\n{short}\n{tables.END}\nlast\n"
+    )
+    assert "| nn.TransformerEncoder, CPU, compiled | 1.25x | 1.25x | 1.25x | 1.25x | 1.25x |" in short
+    assert short.count("\n") == 3  # the head, and what was measured
     (tmp_path / "bare.md").write_text("nothing")
     with pytest.raises(ValueError, match="no place for the tables"):
-        tables.fill(tmp_path / "bare.md", made)
+        tables.fill(tmp_path / "bare.md", tmp_path)

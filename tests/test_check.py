@@ -1,5 +1,6 @@
 """The check of compiled steps: sabotaged programs are refused in every precision, and rounding is not an error."""
 
+import functools
 import math
 
 import pytest
@@ -107,15 +108,29 @@ SABOTAGES = {
     ("precision", "mode"), [*((each, "paper") for each in PRECISIONS), ("float32", "exact"), ("bf16 autocast", "exact")]
 )
 @pytest.mark.parametrize("name", SABOTAGES)
-def test_sabotaged_programs_are_refused(name, precision, mode, monkeypatch):
+def test_sabotaged_programs_are_refused(name, precision, mode):
+    problem, program = traced_problem(precision, mode)
+    values = [*program.state, *problem.inputs]
+    with pytest.raises(CaptureError, match=r"is wrong in|is not finite"):
+        check(program.plain, lambda values: SABOTAGES[name](program, values, problem), values, len(program.state))
+
+
+@functools.cache
+def traced_problem(precision, mode):
     problem = Problem(precision, mode=mode)
+    return problem, trace(problem, problem.inputs)
+
+
+def test_a_program_is_checked_when_it_is_captured(monkeypatch):
+    problem = Problem("float32")
 
     def sabotaged(program, inputs):
-        return lambda values: SABOTAGES[name](program, values, problem)
+        return lambda values: SABOTAGES["half the third term"](program, values, problem)
 
     monkeypatch.setattr("threepass.compile.inductor.compiled", sabotaged)
-    with pytest.raises(CaptureError, match=r"is wrong in|is not finite"):
+    with pytest.raises(CaptureError, match="is wrong in the third pass's part") as refused:
         problem.capture()
+    assert refused.value.step_seconds > 0
 
 
 @pytest.fixture
@@ -226,3 +241,21 @@ def test_errors_of_the_size_of_the_eager_ones_pass():
     check(program.plain, noisy(2**-8), values, len(program.state))
     with pytest.raises(CaptureError, match="against a float64 reference"):
         check(program.plain, noisy(TIMES), values, len(program.state))
+
+
+def test_a_sum_that_is_added_up_one_term_after_the_other_is_rounding():
+    """Inductor's loops do so, and lose more digits of equal terms than eager kernels, which add in pairs."""
+    x = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    program = trace(lambda x: [x.expand(4096, 64).sum(0)], [x])
+
+    def one_by_one(values):
+        found = torch.zeros(64)
+        for row in values[-1].expand(4096, 64):
+            found += row
+        return [found]
+
+    values = [*program.state, x]
+    assert figures(one_by_one(values)[0].double(), 4096 * x.double(), 0.0).error > 1e-5
+    check(program.plain, one_by_one, values)
+    with pytest.raises(CaptureError, match="against a float64 reference"):
+        check(program.plain, lambda values: [1.001 * one_by_one(values)[0]], values)

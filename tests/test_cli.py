@@ -64,7 +64,7 @@ def test_the_program_alone_shows_its_help_and_version(capsys):
 def test_every_setting_has_a_flag(flags, settings):
     command, values = parse(["train", "--model", "vit", *flags])  # for which there is no recipe
     assert command is train
-    assert values.arguments["config"] == Config(**settings)
+    assert values.arguments["config"] == Config(**{"strength": 0.1, "mode": "exact"} | settings)
 
 
 @pytest.mark.parametrize("package", ["numpy", "safetensors"])
@@ -140,6 +140,11 @@ def test_compare_and_report(own_folder, capsys):
     assert (own_folder / "runs" / "c" / "report.html").stat().st_size > 10_000
     assert main(["report", "runs/c", "--out", "page.html"]) == 0
     assert (own_folder / "page.html").exists()
+    assert main(["report", "runs/nowhere"]) == 1
+    assert not (own_folder / "runs" / "report").exists()
+    for name in ("report", "report-2"):
+        assert main(["report", "runs/c"]) == 0
+        assert f"report: runs/{name}/report.html" in capsys.readouterr().out
 
 
 def test_bench_writes_what_it_prints(own_folder, capsys):
@@ -190,7 +195,15 @@ def test_data_says_what_is_there(capsys):
         (["report"], 2, "RUNS requires an argument"),
         (["train", "--resume", "runs/none"], 1, "holds no run"),
         (["fly"], 2, 'Unknown command "fly". Available commands: compare, train'),
+        (["train", "--data", "minst"], 1, "did you mean mnist?"),
+        (["train", "--data", "mine.npz"], 1, "there is no file mine.npz"),
         (["bench", "--methods", "magic"], 1, "unknown method 'magic'"),
+        (
+            ["bench", "--model", "mlp", "--model-options", '{"sizes": [5, 2]}'],
+            1,
+            "does not take batches of images, 128 x 3",
+        ),
+        (["bench", "--table", "nowhere"], 1, "no results of threepass bench in nowhere"),
         (["bench", "--suite", "tpu"], 1, "suite must be one of gpu, cpu"),
         (["bench", "--scaling", "age", "--device", "cpu"], 1, "unknown sweep 'age'"),
         (["data", "mnist", "--data-dir", "empty"], 1, "threepass data mnist --download"),

@@ -317,14 +317,14 @@ def test_broken_folders(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"lacks x_train.npy, y_train.npy, x_val.npy, y_val.npy"):
         load(tmp_path)
     np.savez(tmp_path / "data.npz", x_train=pixels(2, 2))
-    with pytest.raises(DataError, match="lacks y_train, x_val, y_val"):
+    with pytest.raises(DataError, match="lacks y_train, x_val, y_val; it has x_train"):
         load(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"y_train": np.arange(3)}, r"train: x must be .* got \(4, 1, 2, 2\) and \(3,\)"),
+        ({"y_train": np.arange(3)}, "train: x has 4 examples and y has 3"),
         ({"y_train": np.arange(4) / 2}, r"training targets are float32 \(4,\) and validation targets int64 \(4,\)"),
         ({"y_train": np.arange(4.0)}, "train: y is float64 .4,. with whole numbers only: convert it to integers"),
         ({"y_train": np.arange(4) + 0.5, "y_val": np.array([0.5, 1, 2, np.inf])}, "targets hold NaN or infinity"),

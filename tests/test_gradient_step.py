@@ -328,6 +328,40 @@ def test_tensors_outside_of_the_model_are_named():
         threepass.gradient_step(two_layers(), lambda o, g, y: weight * forces(o, g, y), X, Y)
 
 
+def test_a_grad_scaler_scales_the_loss():
+    model, scaler = two_layers(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    expected = threepass.gradient_step(model, forces, X, Y).grads
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    scaler.scale(threepass.GradientStep(model, forces).loss(X, Y)).backward()
+    assert_close({n: p.grad for n, p in model.named_parameters()}, _times(1024.0, expected), 1e-12)
+    scaler.step(optimizer)
+    scaler.update()
+    assert_close({n: before[n] - p for n, p in model.named_parameters()}, _times(0.1, expected), 1e-9)
+
+
+def _scattered(x, index):
+    return x.new_zeros(2, x.shape[1]).index_add(0, index, x.tanh())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda f: torch.jit.trace(f, (X, torch.zeros(5, dtype=int)))])
+def test_torchscript_functions_run_as_the_python_that_they_were_made_from(make):
+    scripted = make(_scattered)
+
+    class Scatters(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.last(scripted(self.first(x), torch.tensor([0, 1, 1, 0, 1])))
+
+    torch.manual_seed(0)
+    agrees(Scatters().double(), lambda o, g, y: o.square().sum() + g.square().sum(), X, None)
+    assert "IndexAdd" in scripted(X.clone().requires_grad_(), torch.zeros(5, dtype=int)).grad_fn.name()
+
+
 class Forces(nn.Module):
     def __init__(self):
         super().__init__()

@@ -36,7 +36,7 @@ def signals(shape, dtype=torch.float64) -> dict[str, Tensor]:
 @pytest.mark.parametrize("shape", CASES, ids=str)
 def test_plain_against_autograd(shape, kind):
     z = signals(shape)
-    f = activation.KINDS[kind][0]
+    f = partial(activation.KINDS[kind].value, **activation.KINDS[kind].options)
     a = z["a"].clone().requires_grad_()
     (slope,) = torch.autograd.grad(f(a).sum(), a, create_graph=True)
     (bend,) = torch.autograd.grad(slope.sum(), a)
@@ -106,7 +106,7 @@ def _check_case(shape, kind) -> None:
 
 
 @pytest.fixture
-def everywhere(monkeypatch):
+def everywhere(monkeypatch, traced_for_kernels):
     """The operation wherever it could be a kernel's; here it is plain PyTorch."""
     fits = activation.fits
     monkeypatch.setattr(activation, "fits", lambda *z: is_fake(z[0]) and fits(*z))

@@ -306,7 +306,7 @@ def step_of(net: str, dtype: torch.dtype, exact: bool = False, autocast: bool = 
 
 
 @pytest.fixture
-def everywhere(monkeypatch):
+def everywhere(monkeypatch, traced_for_kernels):
     """The operation wherever it could be a kernel's; here it is plain PyTorch."""
     fits = layer_norm.fits
     monkeypatch.setattr(layer_norm, "fits", lambda *z: is_fake(z[0]) and fits(*z))
@@ -331,6 +331,26 @@ def test_a_captured_step_with_the_operation_is_the_engines(net, exact):
         assert sum(node.args[1] is not None for node in calls(program)) == sums
         assert sum(node.args[4] is not None for node in calls(program, BEND)) == (sums if exact else 0)
     torch.testing.assert_close(program(*inputs), eager(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+@pytest.mark.usefixtures("everywhere")
+def test_separate_terms(mode):
+    """x̂ has another reader, backpropagation's gradient of the scale, and the third pass's is without a mix."""
+    torch.manual_seed(0)
+    model, x, y = stack(Block(24), Block(24)), torch.randn(8, 4, 12), torch.arange(8)
+    options = Options(alpha=0.5, mode=mode, separate=True)
+
+    def step(x, y, weights=None):
+        weights = None if weights is None else (weights[0], weights[1])
+        r = run(model, F.cross_entropy, x, y, options, weights=weights)
+        return [*r.grads.values(), *r.backprop_grads.values(), *r.third_grads.values()]
+
+    inputs = [x, y, torch.tensor([0.5, 0.5])]
+    program = trace(step, inputs)
+    assert len(calls(program)) == 3
+    assert len(calls(program, BEND)) == (3 if mode == "exact" else 0)
+    torch.testing.assert_close(program(*inputs), step(x, y), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.usefixtures("everywhere")

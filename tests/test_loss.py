@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import threepass
+from threepass.errors import AccumulationWarning
 
 OPTIONS = [{"alpha": 0.3}, {"alpha": 0.3, "reduction": "sample"}, {"strength": 0.5, "mode": "exact"}]
 
@@ -50,6 +51,36 @@ def test_a_second_backward_is_refused_as_for_any_loss():
     loss.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
+
+
+def loop_by_losses(step, model, parts, updates=3, set_to_none=True, takes_step=lambda update: True):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for update in range(updates):
+        for part in parts:
+            (step.loss(*part) / len(parts)).backward()
+        step.loss(*parts[0])  # only looked at
+        if takes_step(update):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_accumulation_by_losses_without_batch_size_is_said_once_where_it_matters(set_to_none):
+    model, x, y = problem()
+    parts = list(zip(x.split(2), y.split(2), strict=True))
+    step = threepass.ThreePass(model, F.cross_entropy, alpha=0.3)
+    with pytest.warns(AccumulationWarning, match=r"gradients of 3 calls were .* all 3 calls") as caught:
+        loop_by_losses(step, model, parts, set_to_none=set_to_none)
+    assert [w.filename for w in caught] == [__file__]
+    for options in ({"strength": 0.5}, {"alpha": 0.3, "reduction": "sample"}, {"alpha": 0.3, "batch_size": 6}):
+        loop_by_losses(threepass.ThreePass(model, F.cross_entropy, **options), model, parts)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_updates_that_are_skipped_are_no_accumulation(set_to_none):
+    model, x, y = problem()
+    step = threepass.ThreePass(model, F.cross_entropy, alpha=0.3)
+    loop_by_losses(step, model, [(x, y)], 6, set_to_none, takes_step=lambda update: update > 2)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -277,6 +277,7 @@ def test_errors_behind_residual_blocks_are_kept(monkeypatch):
 
 
 @pytest.mark.parametrize(("mode", "back"), [("paper", 1), ("exact", 2)])
+@pytest.mark.usefixtures("traced_for_kernels")
 def test_the_sums_of_batch_norms_are_taken_at_once(monkeypatch, mode, back):
     """As on a GPU: pass 3's for all 13 norms; on each way back 6 behind residual blocks and 6 behind rectifiers."""
     monkeypatch.setattr(sums, "can_gate", lambda *tensors, numbers: True)
@@ -341,6 +342,7 @@ class HalfANorm(Net):
 
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 @pytest.mark.parametrize("make", [RectifiedTwice, TwoNorms, OneNormTwice, HalfANorm])
+@pytest.mark.usefixtures("traced_for_kernels")
 def test_only_a_batch_norms_sums_are_taken_at_once(monkeypatch, make, mode):
     monkeypatch.setattr(sums, "can_gate", lambda *tensors, numbers: True)
     monkeypatch.setattr(batch_norm, "fits", lambda *images: True)

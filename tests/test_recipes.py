@@ -1,10 +1,13 @@
 """Recipes: every one is a valid config with results behind it, and what a user gives is never overruled."""
 
+import importlib
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from threepass.cli import parse
+from threepass.cli import main, parse
 from threepass.train.config import Config
 from threepass.train.recipes import RECIPES, compare_defaults, find, train_defaults
 
@@ -27,7 +30,42 @@ def test_train_uses_the_recipe_of_its_model_and_data():
     assert config_of("--data", "mnist") == Config(**train_defaults("mlp", "mnist", ()))
     assert config_of() == Config(**train_defaults("mlp", "digits", ()))
     assert config_of("--model", "plain32", "--data", "cifar100").lr == find("plain20", "cifar10").common["lr"]
-    assert config_of("--model", "vit", "--data", "mnist") == Config()
+
+
+def test_without_a_recipe_training_starts_with_a_strength_and_the_learning_rate_of_plain_training():
+    assert config_of("--data", "mine.npz") == Config(strength=0.1)
+    assert config_of("--model", "vit", "--data", "mnist") == Config(strength=0.1, mode="exact")
+    assert config_of("--model", "vit", "--strength", "1", "--mode", "paper") == Config(strength=1.0)
+    assert config_of("--data", "mine.npz", "--alpha", "0.5") == Config(alpha=0.5)
+    values = parse(["compare", "--data", "mine.npz"])[1].arguments
+    assert (values["alphas"], values["strengths"], values["config"]) == ((), (0.1, 0.3, 1.0), Config())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], ["recipe of mlp on digits: batch_size 64, lr 0.05, schedule cosine, strength 1.0, mode exact"]),
+        (["--data", "mine.npz"], ["no recipe for mlp on mine.npz: strength 0.1, to start with at the lear"]),
+        (["--data", "mine.npz", "--alpha", "0.5"], ["alpha 0.5 multiplies backpropagation's gradient too: lr 0.1 "]),
+        (["--data", "mine.npz", "--alpha", "0.5", "--eta-over-alpha"], []),
+        (["--data", "mine.npz", "--alpha", "0.5", "--optimizer", "adam"], []),
+        (["--data", "mine.npz", "--alpha", "1"], []),
+    ],
+)  # fmt: skip
+def test_training_says_first_what_was_chosen(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    x, y = np.random.default_rng(0).random((30, 4)), np.arange(30) % 3
+    np.savez("mine.npz", x_train=x, y_train=y, x_val=x, y_val=y)
+    assert main(["train", "--epochs", "1", *words]) == 0
+    *lines, _ = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(said)
+    assert all(line.startswith(start) for line, start in zip(lines, said, strict=True))
+
+
+def test_the_settings_that_strength_replaces_are_saved_as_none():
+    assert {"alpha": None, "reduction": None}.items() <= Config(strength=0.1).to_dict().items()
+    for config in (Config(strength=0.1), Config(alpha=0.5, reduction="sample")):
+        assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 @pytest.mark.parametrize(
@@ -50,6 +88,12 @@ def test_alpha_replaces_a_recipes_strength():
     assert (config.alpha, config.strength, config.lr) == (0.5, None, find("mlp", "mnist").common["lr"])
 
 
+def test_a_comparison_that_goes_on_has_the_same_recipe():
+    again = parse(["compare", "--data", "mnist", "--resume"])[1].arguments
+    assert again["strengths"] == find("mlp", "mnist").methods["strengths"]
+    assert again["config"].epochs == find("mlp", "mnist").common["epochs"]
+
+
 def test_compare_takes_methods_from_the_recipe_unless_some_are_given():
     recipe = find("mlp", "mnist")
     values = parse(["compare", "--data", "mnist"])[1].arguments
@@ -58,3 +102,37 @@ def test_compare_takes_methods_from_the_recipe_unless_some_are_given():
     values = parse(["compare", "--data", "mnist", "--alphas", "0.5"])[1].arguments
     assert (values["alphas"], values["strengths"]) == ((0.5,), ())
     assert "alphas" not in compare_defaults("mlp", "mnist", ["strengths"])
+
+
+def rows_of(file: Path) -> list[dict]:
+    return json.loads(file.read_text())
+
+
+@pytest.fixture
+def search(monkeypatch):
+    """The script of the search."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("recipes")
+
+
+@pytest.mark.parametrize("data", ["mnist", "digits"])
+def test_the_files_of_the_search_have_the_rows_of_its_script(data, search):
+    found = [row["settings"] for row in rows_of(ROOT / "results" / "recipes" / f"{data}-search.json")]
+    assert all(settings in found for settings in search.settings_of(data))
+    assert all(settings in search.settings_of(data, seeds=3) for settings in found)
+
+
+def test_a_quick_search_runs_to_its_end_and_goes_on_where_it_stopped(search, tmp_path, monkeypatch, capsys):
+    file, common = tmp_path / "new" / "search.json", search.GRIDS["digits"][0]
+    monkeypatch.setitem(search.GRIDS, "digits", (common, [search.PLAIN | {"lr": 0.1}]))
+    search.main(["digits", "--quick", "--out", str(file)])
+    first = rows_of(file)
+    diverging = search.by("exact", 1.0, 1e30)
+    monkeypatch.setitem(search.GRIDS, "digits", (common, [search.PLAIN | {"lr": 0.1}, diverging]))
+    capsys.readouterr()
+    search.main(["digits", "--quick", "--out", str(file)])
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert rows_of(file)[:1] == first
+    plain, diverged = rows_of(file)
+    assert (plain["settings"]["epochs"], plain["diverged"], diverged["diverged"]) == (1, False, True)
+    assert set(plain) == set(rows_of(ROOT / "results" / "recipes" / "digits-search.json")[0])

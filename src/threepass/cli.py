@@ -138,7 +138,8 @@ class Measurement:
     """One benchmark.
 
     Args:
-        model: mlp, plain20, resnet20 (or another depth 6n + 2), resnet18, vit, or module:function of your own.
+        model: mlp, plain20, resnet20 (or another depth 6n + 2), resnet18, vit, encoder (nn.TransformerEncoder), or
+            module:function of your own.
         model_options: for the model's function, as JSON.
         batch: images in a step.
         image: their height and width.
@@ -197,8 +198,9 @@ def train(
     the same flags; --batch-size is that of all processes together.
 
     Settings that you leave out come from the recipe of the model and data set
-    (mlp on digits or mnist, plain20 and the like on cifar10 or cifar100), else
-    they have the defaults below. run.json has all that were used.
+    (mlp on digits or mnist, plain20 and the like on cifar10 or cifar100). Where
+    there is none, a run has strength 0.1 and the defaults below. The first line
+    says what was chosen; run.json has all that was used.
 
     Args:
         name: of the run; default: MODEL-DATA. An existing run is never overwritten.
@@ -215,6 +217,8 @@ def train(
         values = {**vars(config), **vars(run)}
         run = Run.read(resume).resumed({flag: values[flag] for flag in given & values.keys()})
     with joined(find_device(run.device)) as ranks:
+        if resume is None and ranks.is_first:
+            _say_what_was_chosen(task, recipes.train_defaults(task.model, task.data, given), config)
         _train(run, ranks, Path("runs") / (name or task.name), resume, keep_going)
 
 
@@ -245,17 +249,18 @@ def compare(
     *,
     demo: bool = False,
     task: Annotated[Task, Flat] = TASK,
-    alphas: tuple[float, ...] = (0.1,),
+    alphas: tuple[float, ...] = (),
     strengths: tuple[float, ...] = (),
     seeds: int = 3,
     name: str | None = None,
     resume: bool = False,
     config: Annotated[Config, Settings] = CONFIG,
+    given: Annotated[frozenset[str], Parameter(parse=False)] = frozenset(),
 ) -> None:
     """Train by two passes and by three, on the same data order and initialisation, and write a report to runs/NAME.
 
     Settings, alphas and strengths that you leave out come from the recipe of
-    the model and data set, as in train.
+    the model and data set, as in train; without one, strengths are 0.1 0.3 1.
 
     Args:
         demo: a small net on digits, with settings of its own: what `make demo` runs, in about two minutes.
@@ -263,7 +268,7 @@ def compare(
         strengths: one method each, in the config's mode.
         seeds: runs of every method.
         name: of the folder; default: compare-MODEL-DATA. An existing one is never overwritten.
-        resume: go on with the comparison in runs/NAME.
+        resume: go on with the comparison in runs/NAME; give the same flags again.
     """
     from .init import init_
     from .study import compare as study
@@ -285,15 +290,17 @@ def compare(
     variants = [study.two_passes(), *(study.by_alpha(a, config.mode) for a in alphas)]
     variants += [study.by_strength(s, config.mode) for s in strengths]
     out, command = Path("runs") / (name or f"compare-{task.name}"), shlex.join(["threepass", *sys.argv[1:]])
+    _say_what_was_chosen(task, recipes.compare_defaults(task.model, task.data, given))
     study.compare(found, make_model, common, variants, seeds, out, resume=resume, command=command)
 
 
-def report(runs: tuple[Path, ...], /, *, out: Path = Path("runs/report")) -> None:
+def report(runs: tuple[Path, ...], /, *, out: Path | None = None) -> None:
     """Build one page from any set of runs and comparisons.
 
     Args:
         runs: their folders.
-        out: a folder, or the page's own name ending in .html.
+        out: a folder, or the page's own name ending in .html; a page that is there is replaced. Default: runs/report,
+            or the first of runs/report-2, runs/report-3, ... that is not there.
     """
     from .study.report import report as write
 
@@ -350,7 +357,7 @@ def bench(
         scaling: instead of one model, sweeps: depth, width, batch, image.
         out: write a JSON file; of a suite or sweep, the folder; default there: results/bench.
         table: measure nothing; print the tables of the results in this folder.
-        into: pages to put these tables into, between their marks.
+        into: pages to put these tables into, and the short ones of time and memory, between their marks.
     """
     from .bench import page, tables
     from .bench.case import Case, run
@@ -358,10 +365,9 @@ def bench(
     from .bench.suite import suite as run_suite
 
     if table is not None:
-        made = tables.markdown(table)
-        print(made)
+        print(tables.markdown(table))
         for target in into:
-            tables.fill(target, made)
+            tables.fill(target, table)
         return
     case = measurement.case()
     if suite is not None or scaling:
@@ -420,8 +426,7 @@ def reproduce(
     scale = plan.Scale(seeds, epochs, examples)
     if quick:
         torch.set_num_threads(1)  # on nets so narrow a second thread mostly waits for the first
-        given = {name: value for name, value in dataclasses.asdict(scale).items() if value is not None}
-        scale = dataclasses.replace(plan.QUICK, **given)
+        scale = plan.QUICK.replaced_by(scale)
     folder = results or Path("runs/paper-quick" if quick else "results/paper")
     jobs = plan.plan([name for name in _words(study) if name != "report"], scale)
     place = runner.Place(data, device, compile)
@@ -444,11 +449,19 @@ def _options(text: str) -> dict[str, Any]:
     return options
 
 
+def _say_what_was_chosen(task: Task, chosen: dict[str, Any], config: Config | None = None) -> None:
+    """One line on the settings that the user left out, and one on alpha where it slows training down."""
+    if chosen:
+        print(recipes.choice_in_words(task.model, task.data, chosen))
+    if config is not None and (words := recipes.alpha_in_words(config)):
+        print(words)
+
+
 def _fill_from_recipe(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """Gives flags that the user left out the values of the recipe for their model and data."""
     defaults = {"train": recipes.train_defaults, "compare": recipes.compare_defaults}.get("".join(commands))
     given = {a.field_info.name: a.tokens[-1].value for a in arguments if a.tokens}
-    if defaults is None or {"resume", "demo"} & {*given}:
+    if defaults is None or "demo" in given or (defaults is recipes.train_defaults and "resume" in given):
         return
     found = defaults(given.get("model", TASK.model), given.get("data", TASK.data), given)
     for argument in arguments:

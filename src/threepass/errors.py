@@ -83,6 +83,10 @@ class LossReductionWarning(UserWarning):
     """The loss is a sum over the batch, and three passes expect a mean."""
 
 
+class BatchDimensionWarning(UserWarning):
+    """The samples lie along dimension 1 of x, and three passes count them along dimension 0."""
+
+
 class MaskWarning(UserWarning):
     """A floating-point mask counts as the input of a token model."""
 

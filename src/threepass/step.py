@@ -17,8 +17,14 @@ from .core import engine, gradient_loss
 from .core.carried import Carried, rounded
 from .core.engine import Result
 from .core.gradient_loss import GradientOptions, GradientResult
-from .core.misuse import AccumulationWatch, warn_of_masks, warn_of_sum
-from .core.options import Options, check_x, own_loss
+from .core.misuse import (
+    AccumulationWatch,
+    BackwardWatch,
+    warn_of_masks,
+    warn_of_samples_along_dimension_1,
+    warn_of_sum,
+)
+from .core.options import Options, check_roles, check_x, own_loss
 from .core.penalty import Penalty
 from .core.ranks import count_ranks, loss_through, reduces_gradients
 from .core.scaler import scaled, times
@@ -33,8 +39,7 @@ class _Step:
     """What `ThreePass` and `GradientStep` share: a call runs eagerly or as a captured program, and adds to `p.grad`."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor], compile: bool | str):
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}: the model comes first")
+        check_roles(model, loss_fn)
         check_compile(compile)
         self.model, self.loss_fn, self.calls = model, loss_fn, 0
         self.scaler: GradScaler | None = None
@@ -127,7 +132,7 @@ class _Step:
 class ThreePass(_Step):
     """A training step by three passes, which adds its gradients to `p.grad`.
 
-        step = threepass.ThreePass(model, loss_fn, alpha=0.1)
+        step = threepass.ThreePass(model, loss_fn, strength=0.1)
         r = step(x, y)      # in place of loss = loss_fn(model(x), y); loss.backward()
         optimizer.step()
 
@@ -135,7 +140,11 @@ class ThreePass(_Step):
     hooks on parameters fire as they do in `backward()`.
 
     Args:
-        alpha: a number, or a function of the number of calls so far.
+        strength: the weight of the third pass; backpropagation's gradient has a weight of 1, so that the learning rate
+            of plain training stays right for a small one: start with 0.1.
+        alpha: the paper's weights, used where no strength is given: alpha for backpropagation and 1 - alpha for the
+            third pass. With the default of 0.1 backpropagation's gradient is a tenth of plain training's, so that SGD
+            needs ten times the learning rate, lr / alpha. A number, or a function of the number of calls so far.
         batch_size: the effective batch; it counts the samples of all ranks and micro-batches.
         every: run the third pass in every k-th call, starting with the first. The other calls add backpropagation's
             gradient alone, times alpha, or times 1 with strength.
@@ -191,7 +200,7 @@ class ThreePass(_Step):
         Options(self.alpha(0), **self.options)
         super().__init__(model, loss_fn or own_loss, compile)
         self.scaler = scaler
-        self._watch, self._is_first = AccumulationWatch(), True
+        self._watch, self._loss_watch, self._is_first = AccumulationWatch(), BackwardWatch(), True
 
     def __call__(self, x: Any, y: Any = None) -> Result:
         """Runs one step on a batch and adds its gradients to `p.grad`."""
@@ -222,20 +231,26 @@ class ThreePass(_Step):
             raise ValueError("pass the loss to scaler.scale(), and no scaler= to ThreePass")
         options, third = self._options()
         mean = 1.0 if options.batch_size is None else options.part(0) / check_x(x, options)
+        is_watched = options.batch_size is None and options.depends_on_batch
+        if is_watched:
+            self._loss_watch.before_loss(self.model.parameters())
 
         def run(model: nn.Module, x: Any) -> Result:
             return self._run(model, x, y, options, third)
 
         loss = self._loss(x, y, run, partial(self._call, options=options, third=third), mean)
+        if is_watched:
+            self._loss_watch.follow(loss, self.model.parameters())
         self._look_at_first(x, y, self.result, options)
         return loss
 
     def _look_at_first(self, x: Any, y: Any, r: Result, options: Options) -> None:
-        """Warns, after the first call, of a summed loss and of masks that are taken for the input."""
+        """Warns, after the first call, of a summed loss, of samples that are not first, and of masks as the input."""
         if not self._is_first:
             return
         self._is_first = False
         warn_of_sum(self.model, self.loss_fn, x, y, r.output, r.loss)
+        warn_of_samples_along_dimension_1(self.model, x, y)
         if options.input_at is None and options.wrt is None:
             warn_of_masks(self.model, x)
 

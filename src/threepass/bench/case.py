@@ -20,6 +20,7 @@ from .forms import Form, FormError, best, eager, reason
 from .limits import layers, limits, operations
 from .measure import ceilings, peak_bytes, summary, take_turns
 from .methods import METHODS
+from .nets import Encoder
 
 PRECISIONS = ("tf32", "float32", "bf16")
 CLASSES, WARM_UP = 10, 2
@@ -70,14 +71,19 @@ class Case:
     def make(self) -> tuple[nn.Module, list[Tensor]]:
         """The model, and x (batch x 3 x image x image), y, and the random unit vectors v of the Jacobian penalty."""
         torch.manual_seed(0)
-        model = models.by_name(self.model, **self._fitting() | self.options)
+        options = self._fitting() | self.options
+        model = Encoder(**options) if self.model == "encoder" else models.by_name(self.model, **options)
         x = torch.randn(self.batch, 3, self.image, self.image)
         layout = torch.channels_last if self.channels_last and self.model != "mlp" else torch.contiguous_format
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
         model = model.to(self.device, dtype, memory_format=layout)  # type: ignore[call-overload]
         x = x.to(self.device, dtype, memory_format=layout)
-        with torch.no_grad():
-            z = copy.deepcopy(model)(x)
+        try:
+            with torch.no_grad():
+                z = copy.deepcopy(model)(x)
+        except Exception as error:
+            shape = " x ".join(map(str, x.shape))
+            raise ValueError(f"the model does not take batches of images, {shape}: {reason(error)}") from error
         if z.dim() != 2 or len(z) != self.batch:
             raise ValueError(f"the model must give a row of class scores for each image, got shape {tuple(z.shape)}")
         y = torch.randint(z.shape[1], (self.batch,)).to(self.device)
@@ -87,7 +93,7 @@ class Case:
     def _fitting(self) -> dict[str, Any]:
         if self.model == "mlp":
             return {"sizes": (3 * self.image**2, 2048, 2048, CLASSES)}
-        return {"image": self.image} if self.model == "vit" else {}
+        return {"image": self.image} if self.model in ("vit", "encoder") else {}
 
 
 def run(case: Case) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from .worker import write
 
 PATIENCE = 1800  # seconds for a case
 COMPILED: dict[str, Any] = {"eager": False, "rounds": 9}
+ON_CPU: dict[str, Any] = {"precision": "float32", "device": "cpu", "threads": 2, "rounds": 15}
+PENALTIES = ("plain", "paper", "exact", "double")
 VIT_TINY = {"depth": 12}
 SUITES = {
     "gpu": (
@@ -27,7 +29,11 @@ SUITES = {
         Case("plain20", batch=1024, precision="bf16", **COMPILED),
         Case("plain20", batch=128, precision="tf32", rounds=9),
     ),
-    "cpu": (Case("plain20", batch=128, precision="float32", device="cpu", threads=2, rounds=15),),
+    "cpu": (
+        Case("encoder", batch=16, methods=PENALTIES, **ON_CPU),
+        Case("resnet20", batch=64, methods=PENALTIES, **ON_CPU),
+        Case("plain20", batch=128, **ON_CPU),
+    ),
 }
 
 

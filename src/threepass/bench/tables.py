@@ -3,7 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,23 @@ MIB = 2**20
 TOLERANCE = {"float32": 1e-4, "tf32": 2e-2, "bf16": 0.2}  # relative, of all gradients together
 AS_PLAIN = 2  # times what the precision does to plain training itself: in a deep net it turns ReLUs
 PRECISIONS = {"float32": "float32", "tf32": "TF32", "bf16": "bf16"}
+ENCODER = "nn.TransformerEncoder, width 128, 4 layers, 64 tokens"
+RIVALS = {  # the columns of the short tables
+    "paper mode": "paper", "exact mode": "exact", "SAM": "sam", "finite differences": "finite",
+    "double backward": "double",
+}  # fmt: skip
+COSTS = {  # their rows: file, and eager or compiled
+    "plain-20, GPU, eager": ("h200-plain20-128-tf32", "eager"),
+    "plain-20, GPU, compiled": ("h200-plain20-128-tf32", "best"),
+    "ResNet-18, GPU, compiled": ("h200-resnet18-256-bf16", "best"),
+    "ViT-Tiny, GPU, compiled": ("h200-vit-depth12-256-bf16", "best"),
+    "plain-20, CPU, eager": ("cpu-plain20-128-float32", "eager"),
+    "plain-20, CPU, compiled": ("cpu-plain20-128-float32", "best"),
+    "ResNet-20, CPU, eager": ("cpu-resnet20-64-float32", "eager"),
+    "ResNet-20, CPU, compiled": ("cpu-resnet20-64-float32", "best"),
+    "nn.TransformerEncoder, CPU, eager": ("cpu-encoder-16-float32", "eager"),
+    "nn.TransformerEncoder, CPU, compiled": ("cpu-encoder-16-float32", "best"),
+}
 FORMS = {"best": "at its best: one compiled program", "eager": "eager"}
 
 
@@ -86,7 +104,7 @@ def _row(name: str, row: dict[str, Any], tolerance: float) -> str:
 
 def title(case: dict[str, Any]) -> str:
     """The net as a reader would name it, with batch and precision."""
-    names = {"mlp": "MLP 3072-2048-2048-10", "resnet18": "ResNet-18", "vit": "ViT-Tiny/4"}
+    names = {"mlp": "MLP 3072-2048-2048-10", "resnet18": "ResNet-18", "vit": "ViT-Tiny/4", "encoder": ENCODER}
     plain = re.fullmatch(r"(plain|resnet)(\d+)", case["model"])
     known = names.get(case["model"]) if case["options"] in ({}, {"depth": 12}) else None
     name = known or (f"{plain[1]}-{plain[2]}" if plain else case["model"])
@@ -110,6 +128,8 @@ def markdown(folder: Path) -> str:
     """The tables of README: every case's ratios beside its limits, and every method's for the cases that have all."""
     parts = []
     found = reports(folder)
+    if not found:
+        raise FileNotFoundError(f"no results of threepass bench in {folder}")
     for machine in dict.fromkeys(where(r["machine"]) for r in found):
         here = [r for r in found if where(r["machine"]) == machine]
         versions = here[0]["machine"]
@@ -167,13 +187,34 @@ def _ratio(entry: dict[str, Any], key: str, form: str = "best") -> str:
     return f"{row[key]:.2f}x" if key in row else "fails" if "fails" in row else ""
 
 
-BEGIN, END = "<!-- threepass bench --table results/bench -->", "<!-- end -->"
+def costs(folder: Path, what: str) -> str:
+    """The short table of time or memory: a row for every net that was measured, relative to plain training."""
+    key = {"time": "ratio", "memory": "peak_ratio"}[what]
+    lines = [f"| {what} | {' | '.join(RIVALS)} |", "| --- |" + " --- |" * len(RIVALS)]
+    for name, (stem, form) in COSTS.items():
+        if (folder / f"{stem}.json").exists():
+            methods = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))["methods"]
+            cells = [_ratio(methods.get(method, {}), key, form) for method in RIVALS.values()]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
-def fill(page: Path, tables: str) -> None:
-    """Puts the tables between the page's two marks."""
+MARKS: dict[str, Callable[[Path], str]] = {  # the first line of a table's place in a page
+    "<!-- threepass bench --table results/bench -->": markdown,
+    "<!-- time, from results/bench -->": partial(costs, what="time"),
+    "<!-- memory, from results/bench -->": partial(costs, what="memory"),
+}
+END = "<!-- end -->"
+
+
+def fill(page: Path, folder: Path) -> None:
+    """Puts the tables of a folder between the marks that a page has."""
     words = page.read_text(encoding="utf-8")
-    if BEGIN not in words or END not in words:
-        raise ValueError(f"{page} has no place for the tables: a line {BEGIN}, and {END} below it")
-    head, rest = words.split(BEGIN, 1)
-    page.write_text(f"{head}{BEGIN}\n{tables}\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
+    found = [mark for mark in MARKS if mark in words and END in words.split(mark, 1)[1]]
+    if not found:
+        marks = " or ".join(MARKS)
+        raise ValueError(f"{page} has no place for the tables: a line {marks}, and {END} below it")
+    for mark in found:
+        head, rest = words.split(mark, 1)
+        words = f"{head}{mark}\n{MARKS[mark](folder)}\n{END}{rest.split(END, 1)[1]}"
+    page.write_text(words, encoding="utf-8")

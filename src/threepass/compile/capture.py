@@ -19,8 +19,12 @@ from ..errors import CaptureError, UncheckedWarning, warn_caller
 from . import inductor
 from .check import check
 from .cuda_graph import CudaGraph
-from .rewrite.graph import is_random
+from .dynamic import Dimensions, Guards, SymbolicInputs
+from .rewrite.graph import is_ours, is_random
 from .trace import Fn, Program, trace
+
+_ours = torch.ops.threepass
+_WITHOUT_KERNELS = {op.default for op in (_ours.convolution, _ours.kept, _ours.norm_numbers, _ours.pack, _ours.seeds)}
 
 
 class Captured:
@@ -32,14 +36,39 @@ class Captured:
     def __init__(self, program: Program, run: Callable[..., Any]):
         self.program, self.run = program, run
         self.compile_seconds = self.check_seconds = 0.0
+        self.weights: int | None = None  # which of the graph's inputs has the weights of the two terms
+        self.guards: Guards | None = None  # of a program with dynamic shapes
+        self._checked: list[list[torch.Size]] = []  # the sizes that it was checked with
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
         self.graph: CudaGraph | None = None
 
     @property
+    def has_kernels(self) -> bool:
+        """Whether the program calls Triton kernels of this library."""
+        ours = {node.target for node in self.program.graph.graph.nodes if is_ours(node)}
+        return not ours <= _WITHOUT_KERNELS
+
+    @property
     def graph_bytes(self) -> int | None:
         """The memory that belongs to the CUDA graph: everything between its inputs and outputs."""
         return None if self.graph is None else self.graph.bytes
+
+    def serves(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether a program with dynamic shapes is right for the sizes of these inputs.
+
+        It is checked at capture, and once more with the first other sizes that come: raises if it is wrong then.
+        """
+        if self.guards is None or not self.guards.hold(inputs):
+            return False
+        if len(self._checked) == 1 and [z.shape for z in inputs] not in self._checked:
+            self.check(inputs)
+        return True
+
+    def check(self, inputs: Sequence[Tensor]) -> None:
+        """Raises a `CaptureError` if the compiled program is wrong; adds to `check_seconds`."""
+        self._checked.append([z.shape for z in inputs])
+        self.check_seconds += _checked(self, inputs)
 
     def ungraphed(self, *inputs: Tensor) -> list[Tensor]:
         with torch.no_grad():
@@ -73,6 +102,7 @@ def capture(
     weights: Tensor | None = None,
     pool: Any = None,
     compiled: bool = True,
+    varying: Dimensions | None = None,
 ) -> Captured:
     """Traces fn for inputs of these shapes, compiles it, and checks the compiled program (`check.py`).
 
@@ -84,37 +114,43 @@ def capture(
             first two entries of its last dimension: the check then tells the terms apart.
         pool: memory shared with CUDA graphs that never run at the same time.
         compiled: False: the traced graph runs operation by operation.
+        varying: the dimensions of the inputs whose sizes may change from call to call. The program then has neither
+            kernels of our own, which are chosen by sizes, nor a CUDA graph, which is of one size.
     """
     started = time.perf_counter()
     on_gpu = any(z.is_cuda for z in inputs)
+    if varying is not None:
+        graph = kernels = False
     places = [i for i, z in enumerate(inputs) if z is weights]
     inputs = [z.detach().clone() for z in inputs]  # fn may write to them, and one given twice is two inputs
-    with _on_device_of(inputs):
+    symbolic = None if varying is None else SymbolicInputs(inputs, varying)
+    with _on_device_of(inputs), contextlib.nullcontext() if symbolic is None else symbolic.tracing():
         with restore():
-            program = trace(fn, [z.clone() for z in inputs], kernels)
+            program = trace(fn, [z.clone() for z in inputs], kernels, symbolic)
         if kernels and on_gpu:
             inductor.warm_up(program.graph.graph)
         captured = Captured(
             program, inductor.compiled(program, inputs) if compiled else lambda values: program.graph(*values)
         )
+        captured.guards = None if symbolic is None else symbolic.guards()
         captured.compile_seconds = time.perf_counter() - started
         if weights is not None:
             states = [i for i, z in enumerate(program.state) if z.data_ptr() == weights.data_ptr()]
-            places = [*states, *(len(program.state) + i for i in places)]
-        captured.check_seconds = _checked(captured, inputs, places)
+            captured.weights = next(iter([*states, *(len(program.state) + i for i in places)]), None)
+        captured.check(inputs)
         if on_gpu if graph is None else graph:
             captured.record(inputs, restore, pool)
     return captured
 
 
-def _checked(captured: Captured, inputs: Sequence[Tensor], places: Sequence[int]) -> float:
+def _checked(captured: Captured, inputs: Sequence[Tensor]) -> float:
     """Checks the compiled program; gives the seconds that this took."""
     program = captured.program
     if any(is_random(node) for node in program.plain.graph.nodes):  # no step of three passes: it has no seed
         return 0.0
     values = [*program.state, *inputs]
     try:
-        return check(program.plain, captured.run, values, places[0] if places else None)
+        return check(program.plain, captured.run, values, captured.weights)
     except CaptureError as error:
         raise CaptureError(
             str(error), step_seconds=_seconds(lambda: captured.run([z.clone() for z in values]))

@@ -13,20 +13,24 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from .._torch_compat import batch_norm_legit, make_fx
+from .._torch_compat import FakeTensor, batch_norm_legit, make_fx
 from .rewrite.strides import reshape_instead_of_view
 
 _aten = torch.ops.aten
 
 
 def functional(graph: GraphModule, inputs: Sequence[Tensor]) -> GraphModule:
-    """The graph with its writes to tensors replaced by new values, and one `copy_` for each input that it changes."""
+    """The graph with its writes to tensors replaced by new values, and one `copy_` for each input that it changes.
+
+    inputs: fake tensors, of one mode, if the graph has dynamic shapes.
+    """
     declare_statistics(graph.graph)
     reshape_instead_of_view(graph.graph)  # fake tensors may have other strides than the traced ones had
     graph.graph.eliminate_dead_code()
     graph.recompile()
     values = torch.func.functionalize(lambda *inputs: graph(*inputs), remove="mutations")
-    traced = make_fx(values, tracing_mode="fake")(*inputs)
+    dynamic = any(isinstance(z, FakeTensor) for z in inputs)
+    traced = make_fx(values, tracing_mode="symbolic" if dynamic else "fake")(*inputs)
     traced.graph.eliminate_dead_code()
     return traced
 

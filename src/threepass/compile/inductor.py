@@ -24,9 +24,12 @@ def compiled(program: Program, inputs: Sequence[Tensor]) -> Callable[..., Any]:
     keep_for_inductor({n.target for n in program.graph.graph.nodes if is_ours(n)})
     # Combined: a step has dozens of small kernels that do not depend on each other, a microsecond or two each.
     combined = any(z.is_cuda for z in inputs)
+    examples = [*program.state, *inputs]
+    if program.symbolic is not None:
+        examples = [*program.symbolic.fixed(program.state), *program.symbolic.inputs]
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # the user's choice
-        run = compile_by_inductor(program.graph, [*program.state, *inputs], share, key, combined)
+        run = compile_by_inductor(program.graph, examples, share, key, combined)
     return lambda values: run(*values)
 
 

@@ -6,6 +6,11 @@ dtypes, Python values). All decisions are made by counts, never by times, so tha
 * The first program of a state and kind is captured at once.
 * Other inputs of the same state and kind run eagerly at their first call and are captured at their second, so that a
   last, smaller batch that comes once does not cost a compilation.
+* If such inputs differ in nothing but sizes, the second call with sizes that have no program captures one that is
+  dynamic in the dimensions that were seen to differ (`dynamic.py`). It serves all sizes for which its guards hold.
+  Where there can be no such program, each size gets a program of its own at its second call.
+* On a GPU a dynamic program runs without a CUDA graph, and there is none for a step that has kernels of our own
+  (`step.py`).
 * At most `max_programs` are kept. A further one replaces the least recently used, once it was called more often than
   that was used since the model last changed.
 * If the state keeps changing, so that programs are captured and never used again, new states are treated as new inputs
@@ -25,7 +30,9 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 
 from ..errors import CaptureError, reason_of, warn_uncompiled
+from .dynamic import Dimensions
 from .signature import Signature, State, UnsettledError
+from .sizes import MAX_DYNAMIC, Family, Sizes
 
 MAX_PROGRAMS = 16
 ATTEMPTS = 3  # that fail, or are wasted, before no more are made of their like
@@ -45,6 +52,8 @@ R = TypeVar("R")
 
 
 class Key(NamedTuple):
+    """inputs: their signature; for a dynamic program and a family, without sizes."""
+
     state: State
     kind: Hashable
     inputs: Hashable
@@ -78,6 +87,7 @@ class Programs(Generic[P]):
     def __init__(self, signature: Signature, required: bool = False, max_programs: int = MAX_PROGRAMS):
         self.signature, self.required, self.max_programs = signature, required, max_programs
         self._entries: OrderedDict[Key, Entry[P]] = OrderedDict()  # the most recently used last
+        self._families: OrderedDict[Key, Family[P]] = OrderedDict()  # likewise
         self._newest: Entry[P] | None = None
         self._wasted = self._failed = self._unsettled = 0  # attempts, in a row
         self._warned: set[str] = set()
@@ -97,6 +107,7 @@ class Programs(Generic[P]):
     def reset(self) -> None:
         """Discards everything, so that each signature is captured again."""
         self._entries.clear()
+        self._families.clear()
         self._newest, self._due = None, None
         self._wasted = self._failed = self._unsettled = 0
         self._warned.clear()
@@ -108,13 +119,18 @@ class Programs(Generic[P]):
         make: Callable[[], P],
         label: Callable[[], str],
         recurring: bool = False,
+        sizes: Callable[[], Sizes[P]] | None = None,
     ) -> P | None:
         """The program of a call, made now if it is time for that; None: this call runs eagerly, by `eagerly`.
 
-        recurring: these inputs are known to come again, so that they are captured at their first call.
+        recurring: these inputs are known to come again, so that they are captured at their first call. sizes: of the
+        call, where its program may be dynamic.
         """
         key = Key(self.signature.state(), kind, inputs)
         entry = self._entries.get(key)
+        if sizes is not None and (entry is None or entry.program is None):
+            dynamic = self._dynamic(key, sizes())
+            key, entry = (key, entry) if dynamic is None else (dynamic.key, dynamic)
         if entry is None:
             entry = self._entered(key, label())
         self._entries.move_to_end(key)
@@ -127,6 +143,63 @@ class Programs(Generic[P]):
             entry.uses += 1
             entry.uses_since_change += 1
         return entry.program
+
+    def _dynamic(self, key: Key, sizes: Sizes[P]) -> Entry[P] | None:
+        """The entry of the dynamic program for a call whose sizes have no program, captured now if it is time."""
+        family = self._family(key._replace(inputs=sizes.layout), sizes)
+        for entry in [e for e in family.dynamic if e.program is not None]:
+            try:
+                if sizes.serves(entry.program):
+                    return entry
+            except CaptureError as error:  # found when it was checked with these sizes
+                self._drop(entry)
+                self._stay_static(family, sizes, error)
+        varying = family.symbols_for(sizes.shapes)
+        alike = any(e.key[:2] == key[:2] for e in self.entries)
+        if family.is_static or not varying or not alike:
+            return None
+        family.put_off += 1
+        if family.put_off == 1:
+            return None
+        if family.captures == MAX_DYNAMIC:
+            self._stay_static(family, sizes, CaptureError(f"{MAX_DYNAMIC} dynamic programs did not serve all sizes"))
+            return None
+        return self._capture_dynamic(key, family, sizes, varying)
+
+    def _family(self, key: Key, sizes: Sizes[P]) -> Family[P]:
+        family = self._families.setdefault(key, Family(sizes.shapes))
+        family.add(sizes.shapes)
+        self._families.move_to_end(key)
+        if len(self._families) > 8 * self.max_programs:
+            _, oldest = self._families.popitem(last=False)
+            for entry in [e for e in oldest.dynamic if e.program is not None]:
+                self._drop(entry)
+        return family
+
+    def _capture_dynamic(self, key: Key, family: Family[P], sizes: Sizes[P], varying: Dimensions) -> Entry[P] | None:
+        inputs = (sizes.layout, varying, family.captures)
+        entry: Entry[P] = Entry(key._replace(inputs=inputs), sizes.label(varying), family.put_off)
+        if not self._has_room(entry):
+            return None
+        family.captures += 1
+        began = time.perf_counter()
+        try:
+            program = sizes.make(varying)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self._stay_static(family, sizes, error)
+            return None
+        self._entries[entry.key] = entry
+        family.dynamic.append(entry)
+        family.put_off = 0
+        self._finish(entry, program, time.perf_counter() - began)
+        return entry
+
+    def _stay_static(self, family: Family[P], sizes: Sizes[P], error: Exception) -> None:
+        family.is_static = True
+        words = sizes.label(frozenset(family.varying))
+        log.info("each size of %s gets a program of its own, because %s", words, reason_of(error))
 
     def _entered(self, key: Key, label: str) -> Entry[P]:
         waiting = [k for k, entry in self._entries.items() if entry.program is None]
@@ -184,11 +257,11 @@ class Programs(Generic[P]):
                     "full",
                 )
                 return False
+            log.info("the program for %s, used %d times, makes room for another", oldest.label, oldest.uses)
             self._drop(oldest)
         return True
 
     def _drop(self, entry: Entry[P]) -> None:
-        log.info("the program for %s, used %d times, makes room for another", entry.label, entry.uses)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # its graph may still be running
         del self._entries[entry.key]
@@ -210,13 +283,17 @@ class Programs(Generic[P]):
             self._failed += 1
             self.refuse(error)
         else:
-            entry.program, entry.seconds = program, time.perf_counter() - began
-            self._count_waste(entry)
-            self._failed = self._unsettled = 0
-            self._take_state_again(entry)
-            check = f", {program.check_seconds:.1f} s of them to check it" if program.check_seconds else ""
-            place = f"program {len(self)} of at most {self.max_programs}"
-            log.info("captured %s in %.1f s%s (%s)", entry.label, entry.seconds, check, place)
+            self._finish(entry, program, time.perf_counter() - began)
+
+    def _finish(self, entry: Entry[P], program: P, seconds: float) -> None:
+        """Counts and logs a program that was captured."""
+        entry.program, entry.seconds = program, seconds
+        self._count_waste(entry)
+        self._failed = self._unsettled = 0
+        self._take_state_again(entry)
+        check = f", {program.check_seconds:.1f} s of them to check it" if program.check_seconds else ""
+        place = f"program {len(self)} of at most {self.max_programs}"
+        log.info("captured %s in %.1f s%s (%s)", entry.label, seconds, check, place)
 
     def _count_waste(self, entry: Entry[P]) -> None:
         before, self._newest = self._newest, entry
@@ -229,6 +306,8 @@ class Programs(Generic[P]):
         key = entry.key._replace(state=self.signature.state())
         if key != entry.key and not set(key.state.items) >= set(entry.key.state.items):
             del self._entries[entry.key]
+            for known in [known for known in self._families if known[:2] == entry.key[:2]]:
+                self._families[known._replace(state=key.state)] = self._families.pop(known)
             entry.key = key
             self._entries[key] = entry
 

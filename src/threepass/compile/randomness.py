@@ -60,7 +60,7 @@ def _bernoulli(z: Tensor, p: float | Tensor | None = None, *, seed: Tensor, gene
 def _native_dropout(z: Tensor, p: float, train: bool | None, *, seed: Tensor) -> tuple[Tensor, Tensor]:
     if train is False:
         return z.clone(), torch.ones_like(z, dtype=torch.bool)
-    mask = uniform(z.shape, seed) >= p
+    mask = uniform(z.shape, seed) < 1 - p  # as `_bernoulli`
     return z * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
 
 

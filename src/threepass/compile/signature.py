@@ -156,12 +156,6 @@ def input_signature(flat: list[Any]) -> tuple[Hashable, ...]:
     ])  # fmt: skip
 
 
-def inputs_in_words(flat: list[Any]) -> str:
-    return ", ".join(
-        f"{str(z.dtype).removeprefix('torch.')}{list(z.shape)}" if isinstance(z, Tensor) else repr(z) for z in flat
-    )
-
-
 def _dense(z: Tensor) -> Tensor:
     """A contiguous copy of a view with gaps, as a CUDA graph's input has none."""
     nhwc = z.dim() == 4 and z.is_contiguous(memory_format=torch.channels_last)

@@ -28,8 +28,10 @@ from ..tape.state import unchanged_on_error
 from .capture import Captured, capture
 from .cuda_graph import CudaGraph
 from .dependencies import PLAIN
+from .dynamic import Dimensions
 from .programs import Programs
-from .signature import Signature, flattened, input_signature, inputs_in_words
+from .signature import Signature, flattened, input_signature
+from .sizes import Sizes, inputs_in_words, layout_of
 from .trace import Program
 
 AnyResult = Result | GradientResult
@@ -247,6 +249,7 @@ class CompiledSteps:
                 input_signature(flat),
                 lambda: self._captured(flat, spec, call),
                 lambda: f"{call.label}, {inputs_in_words(flat)}",
+                sizes=lambda: self._sizes(flat, spec, call),
             )
         if step is None:
             return self.programs.eagerly(eager, next(self.model.parameters()).device)
@@ -254,6 +257,24 @@ class CompiledSteps:
             tensors = [z for z in flat if isinstance(z, Tensor)]
             seed = self._seed_for(step.captured.program, calls)
             return step(self._weights_of(call.weights), seed, tensors, scaler, add)
+
+    def _sizes(self, flat: list[Any], spec: TreeSpec, call: Call) -> Sizes[Step]:
+        tensors = [z for z in flat if isinstance(z, Tensor)]
+        fixed = [self._weights_of(call.weights), self._seed_for(None, 0)]
+
+        def make(varying: Dimensions) -> Step:
+            if any(step.captured.has_kernels for step in self.programs):
+                raise CaptureError("the step has kernels of this library, which are made for fixed sizes")
+            return self._captured(flat, spec, call, frozenset((i + len(fixed), k) for i, k in varying))
+
+        def serves(step: Step) -> bool:
+            with torch.inference_mode(False):
+                return step.captured.serves([*fixed, *tensors])
+
+        def label(dynamic: Dimensions) -> str:
+            return f"{call.label}, {inputs_in_words(flat, dynamic)}"
+
+        return Sizes(layout_of(flat), tuple(z.shape for z in tensors), make, serves, label)
 
     def _weights_of(self, weights: tuple[float, float]) -> Tensor:
         """(back, third) on the model's device; each pair is sent there once."""
@@ -277,9 +298,9 @@ class CompiledSteps:
             self._seed.fill_(calls % 2**31)
         return self._seed
 
-    def _captured(self, flat: list[Any], spec: TreeSpec, call: Call) -> Step:
+    def _captured(self, flat: list[Any], spec: TreeSpec, call: Call, varying: Dimensions | None = None) -> Step:
         with torch.inference_mode(False):
-            step = _capture(self, flat, spec, call)
+            step = _capture(self, flat, spec, call, varying)
         if step.captured.graph is not None:
             self._newest = step.captured.graph
             self._graph_memory.update(z.data_ptr() for z in step.captured.outputs)
@@ -305,7 +326,7 @@ def capturable(model: nn.Module, signature: Signature) -> Iterator[None]:
             raise CaptureError("the model replaces a buffer by another tensor; write to it in place")
 
 
-def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call) -> Step:
+def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call, varying: Dimensions | None) -> Step:
     model, loss_fn, signature = steps.model, steps.loss_fn, steps.programs.signature
     names: list[str] = []
     leaves: list[Any] = []
@@ -322,6 +343,8 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call) 
         results = {field.name: getattr(r, field.name) for field in fields(r)}
         dicts = [name for name in r.GRADIENTS if results[name] is not None]
         found, result_spec = tree_flatten({name: z for name, z in results.items() if name not in r.GRADIENTS})
+        if any(isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) for leaf in found):
+            raise CaptureError("the model returns a size, or a number computed from one, which is not a tensor")
         others = [leaf for leaf in found if isinstance(leaf, Tensor)]
         places = iter(range(len(others)))
         names[:], made[:] = r.grads, [type(r), dicts, result_spec]
@@ -332,7 +355,9 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call) 
     inputs = [weights, seed, *(z for z in flat if isinstance(z, Tensor))]
     restore = partial(_restored, model, loss_fn, signature)
     pool = None if steps._newest is None else steps._newest.pool
-    captured = capture(step, inputs, restore=restore, weights=weights if call.has_terms else None, pool=pool)
+    captured = capture(
+        step, inputs, restore=restore, weights=weights if call.has_terms else None, pool=pool, varying=varying
+    )
     signature.settle(captured.program.state)
     kind, dicts, result_spec = made
     return Step(captured, [named[n] for n in names], names, kind, dicts, leaves, result_spec, steps._graph_memory)

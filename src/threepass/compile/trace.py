@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import make_fx
+from ..kernels.fusible import one_node_each
 from . import rewrite
+from .dynamic import SymbolicInputs
 from .functional import functional
 from .randomness import seed_draws
 from .rewrite.strides import dense_before_scatter, reshape_instead_of_view
@@ -29,11 +31,18 @@ class Program:
     """A traced function: its graph, whose first inputs are `state`, the tensors that it refers to.
 
     graph is rewritten, `plain` is what it was before. draws: the model or the loss draws random numbers; is_seeded: the
-    step's seed is used, for those or for random rounding.
+    step's seed is used, for those or for random rounding. symbolic: where shapes are dynamic, the inputs of the trace.
     """
 
-    def __init__(self, graph: GraphModule, plain: GraphModule, state: list[Tensor], draws: bool):
-        self.graph, self.plain, self.state, self.draws = graph, plain, state, draws
+    def __init__(
+        self,
+        graph: GraphModule,
+        plain: GraphModule,
+        state: list[Tensor],
+        draws: bool,
+        symbolic: SymbolicInputs | None = None,
+    ):
+        self.graph, self.plain, self.state, self.draws, self.symbolic = graph, plain, state, draws, symbolic
         self.is_seeded = any(node.target is torch.ops.threepass.seeds.default for node in plain.graph.nodes)
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
@@ -41,22 +50,27 @@ class Program:
             return list(self.graph(*self.state, *inputs))
 
 
-def trace(fn: Fn, inputs: Sequence[Tensor], kernels: bool = True) -> Program:
+def trace(fn: Fn, inputs: Sequence[Tensor], kernels: bool = True, symbolic: SymbolicInputs | None = None) -> Program:
     """fn as one graph of ATen operations, with kernels of our own where they are faster, unless kernels=False.
 
-    fn runs once: what it changes besides its results, the caller puts back.
+    fn runs once: what it changes besides its results, the caller puts back. symbolic: fn gets these fake tensors in
+    place of the inputs, and computes with their sizes as symbols; it then changes nothing but attributes.
     """
 
     def watched(*inputs: Tensor) -> Sequence[Tensor]:
-        with in_trace():
+        with in_trace(), one_node_each(kernels):
             return fn(*inputs)
 
-    graph = make_fx(watched)(*inputs)
+    if symbolic is None:
+        graph = make_fx(watched)(*inputs)
+    else:
+        inputs = symbolic.inputs
+        graph = make_fx(watched, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
     for node in list(graph.graph.nodes):
         if node.target in _VIEWS:
             node.replace_all_uses_with(node.args[0])
     state = _lift(graph)
-    graph = functional(graph, [*state, *inputs])
+    graph = functional(graph, [*(state if symbolic is None else symbolic.fixed(state)), *inputs])
     draws = seed_draws(graph.graph)
     graph.recompile()
     plain = GraphModule({}, Graph())
@@ -68,7 +82,7 @@ def trace(fn: Fn, inputs: Sequence[Tensor], kernels: bool = True) -> Program:
     reshape_instead_of_view(graph.graph)
     graph.graph.lint()
     graph.recompile()
-    return Program(graph, plain, state, draws)
+    return Program(graph, plain, state, draws, symbolic)
 
 
 def _lift(graph: GraphModule) -> list[Tensor]:

@@ -162,8 +162,8 @@ def _passes(model, loss_fn, x, y, options: GradientOptions, warn: bool, seed, mo
         size = loss.scale_down() if tape.half else 1.0
 
         # Pass 3: forward again, from t_0. Pass 4: backward again, from e.
-        gradients = [Gradients(plan, 1.0, seed) for _ in range(2)]
-        first, last = gradients if options.separate else (gradients[0], gradients[0])
+        gradients = [Gradients(plan, 1.0, seed) for _ in range(2 if options.separate else 1)]
+        first, last = gradients[0], gradients[-1]
         with torch.no_grad():
             steps = forward_again(tape, g, loss.t_0, errors, first)
             if options.separate:
@@ -182,7 +182,7 @@ def _passes(model, loss_fn, x, y, options: GradientOptions, warn: bool, seed, mo
         value=value.detach(),
         input_grad=like_x(x, options, tape, g),
         loss=loss.value.detach(),
-        grads=_sum(*terms),
+        grads=_sum(*terms) if options.separate else terms[0],
         through_output=_sum(terms[1], _times(0.0, terms[0])) if options.separate else None,
         through_input_grad=_sum(terms[0], _times(0.0, terms[1])) if options.separate else None,
     )

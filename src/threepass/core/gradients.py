@@ -37,7 +37,8 @@ class Gradients:
 
     def add_products(self, op: Operation, lin: Linearization, d: Tensor, s: Tensor | None) -> None:
         """A fast rule's products with d; s: what pass 3 carries of the signal that the weights multiply."""
-        operands = self._operands(lin, s)
+        has_products = any(op.values[i] not in lin.add for i, _ in op.weights)
+        operands = self._operands(lin, s) if has_products else []
         for i, weight in op.weights:
             value = op.values[i]
             if value not in lin.add:

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_compat import tree_leaves, tree_map
-from ..errors import AccumulationWarning, LossReductionWarning, MaskWarning, warn_caller
+from ..errors import AccumulationWarning, BatchDimensionWarning, LossReductionWarning, MaskWarning, warn_caller
 from ..tape.state import random_state, set_random_state
 from .warn import warn_once
 
 FAR = -1e4  # what additive masks put where nothing is to be seen
+SEQUENCES = (nn.RNNBase, nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder)
+PER_STEP = (nn.Linear, nn.Embedding, nn.Dropout, nn.LayerNorm)  # layers that keep dimensions 0 and 1 as they are
 
 
 class AccumulationWatch:
@@ -31,22 +33,59 @@ class AccumulationWatch:
         updated = before is not None and (now is None or now[0] != before[0])
         if updated and accumulated > 1 and not self._has_warned:
             self._has_warned = True
-            warn_caller(
-                f"the gradients of {accumulated} calls were accumulated for one update without batch_size, so that "
-                "each call counted as a whole batch: the update is their sum, and with alpha the third term has the "
-                f"weight of a small batch. Pass batch_size=, the number of samples in all {accumulated} calls",
-                AccumulationWarning,
-            )
+            _warn_of_accumulation(accumulated, "the update is their sum, and with alpha the third term has the weight")
 
     def after_call(self, parameters: Iterable[nn.Parameter]) -> None:
         self._after = self._versions(parameters)
 
     @staticmethod
     def _versions(parameters: Iterable[nn.Parameter]) -> tuple[int, int, int] | None:
-        p = next((p for p in parameters if p.requires_grad), None)
+        p = _trained(parameters)
         if p is None:
             return None
         return (p._version, -1, -1) if p.grad is None else (p._version, id(p.grad), p.grad._version)
+
+
+class BackwardWatch:
+    """Notices updates by the gradients of several losses, in loops that call `backward()` themselves."""
+
+    def __init__(self) -> None:
+        self.losses = 0  # whose gradients lie in p.grad
+        self._version: int | None = None  # of a parameter, when the last of them was added
+        self._has_warned = False
+
+    def before_loss(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Warns once, when weights have changed since losses whose gradients accumulated."""
+        p = _trained(parameters)
+        updated = p is not None and self._version is not None and p._version != self._version
+        if updated and self.losses > 1 and not self._has_warned:
+            self._has_warned = True
+            _warn_of_accumulation(self.losses, "with alpha the third term has the weight")
+
+    def follow(self, loss: Tensor, parameters: Iterable[nn.Parameter]) -> None:
+        """Counts the loss when its backward pass runs."""
+        p = _trained(parameters)
+        assert p is not None
+
+        def count(_: Tensor) -> None:
+            accumulates = p._version == self._version and p.grad is not None and bool(p.grad.any())
+            self.losses, self._version = self.losses + 1 if accumulates else 1, p._version
+
+        if not self._has_warned:
+            loss.register_hook(count)
+
+
+def _trained(parameters: Iterable[nn.Parameter]) -> nn.Parameter | None:
+    """The first parameter that is trained, if there is one."""
+    return next((p for p in parameters if p.requires_grad), None)
+
+
+def _warn_of_accumulation(calls: int, effect: str) -> None:
+    warn_caller(
+        f"the gradients of {calls} calls were accumulated for one update without batch_size, so that each call counted "
+        f"as a whole batch: {effect} of a small batch. Pass batch_size=, the number of samples in all {calls} calls",
+        AccumulationWarning,
+    )
 
 
 def warn_of_sum(
@@ -101,3 +140,31 @@ def warn_of_masks(model: nn.Module, x: Any) -> None:
 
 def _is_mask(name: Any, z: Tensor) -> bool:
     return "mask" in str(name) or bool(((z == 0) | (z == 1) | (z <= FAR)).all())
+
+
+def warn_of_samples_along_dimension_1(model: nn.Module, x: Any, y: Any) -> None:
+    """Warns if sequences come with the samples along dimension 1, as for nn.LSTM without batch_first.
+
+    It is seen by the number of targets, or by a model that begins with such a module.
+    """
+    first = next(z for z in tree_leaves(dict(x) if isinstance(x, Mapping) else x) if isinstance(z, Tensor))
+    if first.dim() != (3 if first.is_floating_point() else 2):
+        return  # not sequences of features or of tokens
+    length, samples = first.shape[:2]
+    by_targets = isinstance(y, Tensor) and y.dim() > 0 and len(y) == samples and length > 1
+    if length != samples and (by_targets or _is_sequence_first(model)):
+        warn_once(
+            model,
+            f"x has shape {tuple(first.shape)}, and its {samples} samples seem to lie along dimension 1. They are "
+            f"counted along dimension 0, so that strength and the input loss count {length / samples:.3g} times. Pass "
+            "x with samples first: use batch_first=True, or transpose x in the model's forward",
+            BatchDimensionWarning,
+        )
+
+
+def _is_sequence_first(model: nn.Module | None) -> bool:
+    while isinstance(model, nn.Sequential):
+        model = next((m for m in model if not isinstance(m, PER_STEP)), None)
+    if not isinstance(model, SEQUENCES):
+        return False
+    return not next(m.batch_first for m in model.modules() if hasattr(m, "batch_first"))

@@ -82,6 +82,11 @@ class Options:
     def exact(self) -> bool:
         return self.mode == "exact"
 
+    @property
+    def depends_on_batch(self) -> bool:
+        """Whether the weight of the third pass, relative to backpropagation's, depends on the size of the batch."""
+        return self.strength is None and self.reduction == "batch" and self.third > 0
+
     def part(self, samples: int) -> float:
         return samples if self.batch_size is None else self.batch_size / self.ranks
 
@@ -102,6 +107,19 @@ def check_model(model: Any) -> None:
         raise ValueError(
             "parameters were created under torch.inference_mode and cannot be trained: create the model outside of it"
         )
+
+
+def check_roles(model: Any, loss_fn: Any) -> None:
+    """Raises an error if the model and the loss are not what they should be, or in the other's place."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}: the model comes first")
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        raise TypeError(f"loss_fn is the class {loss_fn.__name__}: pass an instance, {loss_fn.__name__}()")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function of the output and y, got {type(loss_fn).__name__}")
+    swapped = isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters())
+    if swapped and not any(True for _ in model.parameters()):
+        raise TypeError(f"the model, {type(model).__name__}, has no parameters and loss_fn has: the model comes first")
 
 
 def check_input_options(wrt: Wrt, input_at: str | None) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_compat import no_dispatch_modes
+from .._torch_compat import FakeTensor, no_dispatch_modes
 
 NAMES = ("l2", "l1", "norm")
 Penalty = str | Callable[[Any], Tensor]
@@ -88,6 +88,8 @@ def _values(penalty: Callable[[Any], Tensor], g: Any, samples: int) -> Tensor:
 
 def _check_samples(penalty: Callable[[Any], Tensor], values: Tensor, g: list[Tensor]) -> None:
     """Refuses a penalty whose first number depends on another sample's gradient; looks at each callable once."""
+    if isinstance(values, FakeTensor):  # a trace with dynamic shapes computes no values
+        return
     with contextlib.suppress(TypeError):  # takes no weak reference: it is looked at in every call
         if penalty in _checked:
             return
@@ -105,6 +107,8 @@ def _check_samples(penalty: Callable[[Any], Tensor], values: Tensor, g: list[Ten
 
 def check_finite(what: str, of: str, t_0: Sequence[Tensor], g: Sequence[Tensor]) -> None:
     """Raises where a derivative is NaN or infinite although the gradient that it is taken at is finite."""
+    if any(isinstance(t, FakeTensor) for t in t_0):  # a trace with dynamic shapes computes no values
+        return
     with torch.no_grad(), no_dispatch_modes():
         for i, (t, z) in enumerate(zip(t_0, g, strict=False)):
             bad = ~torch.isfinite(t)

@@ -63,8 +63,7 @@ class Propagation:
         """The tangents of u; where pass 3 carries the mix, t is the mix of a, and this returns the mix of u."""
         if self.linearization is None:
             return generic.push(self.op, self.t)
-        if plan.case.carried is Operand.MIX:
-            assert self.linearization.mix is not None
+        if plan.case.carried is Operand.MIX and self.linearization.mix is not None:
             assert self.t[0] is not None
             return [self.linearization.mix(self.t[0], plan.back)]
         if self.s is not None:

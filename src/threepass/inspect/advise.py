@@ -1,9 +1,10 @@
 """Which mode and strength to start with on a model, and what they cost here."""
 
+import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +83,8 @@ def advise(
     """Says which mode and strength to start with, what a step costs here, and why; measured on one batch.
 
     It takes a second or two, and changes nothing: no `.grad`, no buffers, no random state. Use a batch as training has
-    it, with the model in training mode. Alignment falls as a net learns, so ask again after an epoch or two.
+    it. A model in eval mode is measured in training mode, where batch norm depends on the batch. Alignment falls as a
+    net learns, so ask again after an epoch or two.
 
     Examples:
         >>> from threepass import models
@@ -91,16 +93,32 @@ def advise(
         >>> advice.mode, advice.strength
         ('paper', 0.1)
     """
-    norms, activations = _curved(model, loss_fn, x, y, input_at)
-    found = alignment(model, loss_fn, x, y, input_at)
-    mode = "exact" if norms or not found.cosine >= ENOUGH else "paper"
-    ratio = _gradient_ratio(model, loss_fn, x, y, Options(mode=mode, strength=1.0, input_at=input_at, separate=True))
+    check_model(model)
+    with _training_mode(model):
+        norms, activations = _curved(model, loss_fn, x, y, input_at)
+        found = alignment(model, loss_fn, x, y, input_at)
+        mode = "exact" if norms or not found.cosine >= ENOUGH else "paper"
+        options = Options(mode=mode, strength=1.0, input_at=input_at, separate=True)
+        ratio = _gradient_ratio(model, loss_fn, x, y, options)
+        seconds = _step_seconds(model, loss_fn, x, y, input_at)
     strength = starting_strength(ratio)
     reasons = [*_about_mode(mode, norms, activations, found.cosine), _about_strength(strength, ratio)]
     if not model.training:
-        reasons.append("the model is in eval mode: call model.train() first to measure what training will run")
-    seconds = _step_seconds(model, loss_fn, x, y, input_at)
+        reasons.append("the model is in eval mode; this was measured in training mode")
     return Advice(mode, strength, found, ratio, norms, activations, seconds, tuple(reasons))
+
+
+@contextlib.contextmanager
+def _training_mode(model: nn.Module) -> Iterator[None]:
+    """In training mode if the model is in eval mode; submodules in eval mode stay so in a model that trains."""
+    modes = {module: module.training for module in model.modules()}
+    if not model.training:
+        model.train()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def starting_strength(ratio: float) -> float:
@@ -119,7 +137,6 @@ def starting_strength(ratio: float) -> float:
 def _curved(model, loss_fn, x, y, input_at: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The norms and the smooth activations between the input and the output."""
     options = Options(input_at=input_at)
-    check_model(model)
     x = dict(x) if isinstance(x, Mapping) else x
     check_x(x, options)
     of_model: list[Operation] = []

@@ -14,6 +14,7 @@ in fp16 t underflows. So wherever an operation ran in a half format
   and the same step gives the same result.
 """
 
+import functools
 import math
 from collections.abc import Iterable
 
@@ -38,6 +39,7 @@ def weights_dtype(parameters: Iterable[Tensor]) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
+@functools.cache
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 

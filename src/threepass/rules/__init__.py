@@ -1,6 +1,6 @@
 """How signals are propagated through an operation: fast rules by family, and the generic rule for everything else."""
 
-from . import activation, affine, attention, indexing, norm, pointwise
+from . import activation, affine, attention, indexing, norm, pointwise, views
 from .table import Linearization, rule
 
-__all__ = ["Linearization", "activation", "affine", "attention", "indexing", "norm", "pointwise", "rule"]
+__all__ = ["Linearization", "activation", "affine", "attention", "indexing", "norm", "pointwise", "rule", "views"]

@@ -5,13 +5,14 @@ Rectifiers are linear wherever they have a derivative. The others are computed i
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .. import _torch_compat
-from ..kernels.activation.derivatives import gelu_second, gelu_tanh_second, silu_second
+from ..kernels.activation import KINDS, curve
 from ..numerics.precision import accumulate_dtype
 from .table import Linearization, rule
 
@@ -41,16 +42,13 @@ def sigmoid(u: Tensor, a: Tensor) -> Linearization:
 @rule(_torch_compat.silu)
 def silu(u: Tensor, a: Tensor) -> Linearization:
     """f = a σ, f'' = σ (1 - σ) (2 + a (1 - 2 σ))"""
-    a = a.detach()
-    return smooth(lambda s: _aten.silu_backward(s, a), a, silu_second)
+    return _of_kind("silu", a.detach())
 
 
 @rule(F.gelu)
 def gelu(u: Tensor, a: Tensor, approximate: str = "none") -> Linearization:
     """f = a Φ(a), f'' = φ(a) (2 - a²); "tanh": f = a (1 + h) / 2 with h = tanh(k (a + c a³))"""
-    a = a.detach()
-    second = gelu_second if approximate == "none" else gelu_tanh_second
-    return smooth(lambda s: _aten.gelu_backward(s, a, approximate=approximate), a, second)
+    return _of_kind("gelu" if approximate == "none" else "gelu-tanh", a.detach())
 
 
 @rule(F.softplus)
@@ -63,15 +61,22 @@ def softplus(u: Tensor, a: Tensor, beta: float = 1, threshold: float = 20) -> Li
         return _aten.softplus_backward(wide.new_ones(()).expand_as(wide), wide, beta, threshold)
 
     return Linearization(
-        push=lambda t: (slope() * t).to(a.dtype),
+        push=lambda t: _aten.softplus_backward(t.to(a.dtype), a, beta, threshold),
         pull=lambda r: (slope() * r).to(a.dtype),
         curve=lambda d, t: _aten.sigmoid_backward((d if beta == 1 else beta * d) * t.to(slope().dtype), slope()),
     )
 
 
+def _of_kind(kind: str, a: Tensor) -> Linearization:
+    """An activation that has a kernel: with the term of f'' as one operation, which a captured step finds."""
+    f = KINDS[kind]
+    linearization = smooth(lambda s: f.backward(s, a, **f.options), a, f.second)
+    return replace(linearization, curve=lambda d, t: curve(d, t, a, kind))
+
+
 def smooth(first: Callable[[Tensor], Tensor], z: Tensor, second: Callable[[Tensor], Tensor]) -> Linearization:
     """first: r -> conj(f') r, as in pass 2; second: z -> f'', of a or of u. A real tensor is its own conjugate."""
-    dtype = torch.promote_types(z.dtype, torch.float32)
+    dtype = accumulate_dtype(z.dtype)
     return Linearization(
         push=lambda t: first(t.to(z.dtype).conj()).conj(),
         pull=lambda r: first(r.to(z.dtype)),

@@ -4,13 +4,14 @@ The signal is a itself, `push` is the layer without its bias, `pull` its transpo
 is the weight's gradient: d (x) a in pass 2, d (x) t in pass 3, d (x) mix for both at once.
 """
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..kernels import conv as conv_kernels
+from ..kernels.conv import Geometry
 from .table import Linearization, rule
 
 _aten = torch.ops.aten
@@ -48,7 +49,8 @@ def conv(u, a, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) -> 
             return None
         padding = [p // 2 for p in total]
     padding = 0 if padding == "valid" else padding
-    return _convolution(u, a, weight, bias, stride, padding, dilation, False, 0, groups)
+    each = partial(_per_dim, dims=dims)
+    return _convolution(u, a, weight, bias, Geometry(each(stride), each(padding), dilation, False, each(0), groups))
 
 
 @rule(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
@@ -56,17 +58,14 @@ def conv_transpose(
     u, a, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
 ) -> Linearization | None:
     """The transpose of `conv`, with W: (i, o / groups, k...)."""
-    return _convolution(u, a, weight, bias, stride, padding, dilation, True, output_padding, groups)
+    each = partial(_per_dim, dims=weight.dim() - 2)
+    how = Geometry(each(stride), each(padding), each(dilation), True, each(output_padding), groups)
+    return _convolution(u, a, weight, bias, how)
 
 
-def _convolution(
-    u, a, weight, bias, stride, padding, dilation, transposed, output_padding, groups
-) -> Linearization | None:
-    dims = weight.dim() - 2
-    if a.dim() != dims + 2 or u.is_complex():  # one sample without a batch dimension
+def _convolution(u, a, weight, bias, how: Geometry) -> Linearization | None:
+    if a.dim() != weight.dim() or u.is_complex():  # one sample without a batch dimension
         return None
-    stride, padding, dilation, output_padding = (_per_dim(v, dims) for v in (stride, padding, dilation, output_padding))
-    how = (stride, padding, dilation, transposed, output_padding, groups)
     w = weight.to(u.dtype)
     signal = a.detach().to(u.dtype)
 
@@ -81,12 +80,8 @@ def _convolution(
         pull=lambda d: backward(d, signal, True, False, False)[0].to(a.dtype),
         grad={weight: lambda d, s: backward(d, s, False, True, False)[1]},
         add={} if bias is None else {bias: lambda d: d.sum([0, *range(2, d.dim())])},
-        cheap=lambda: _is_cheap(signal, w, u, how),
+        cheap=lambda: conv_kernels.pays(signal, w, u, how),
     )
-
-
-def _is_cheap(a: Tensor, w: Tensor, u: Tensor, how: tuple[Any, ...]) -> bool:
-    return conv_kernels.pays(a, w, u, *how)
 
 
 def _times(back, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import CaptureError
-from .linearity import is_affine
-from .table import is_users
+from .linearity import commutes_with_tangent, is_affine
+from .table import has_symbolic_shape, is_users
 
 _no_forward_ad: set[Any] = set()
 _one_level = threading.RLock()  # forward-mode AD has one level for all threads
@@ -30,6 +30,8 @@ Signal = list[Tensor | None]
 
 def push(op, t: Signal) -> Signal:
     """The tangents of the outputs, from those of the active arguments."""
+    if not op.weights and not op.written and commutes_with_tangent(op.func):
+        return _on_tangents(op, t)
     if op.func not in _no_forward_ad:
         try:
             tangents = _forward_ad(op, t)
@@ -46,13 +48,39 @@ def push(op, t: Signal) -> Signal:
     return _double_backward_push(op, t)
 
 
+def _on_tangents(op, t: Signal) -> Signal:
+    """The operation on the tangents in place of the arguments; of a tensor that has none, on zeros."""
+    values = [torch.zeros_like(v) if isinstance(v, Tensor) else v for v in op.values]
+    for (i, _), s in zip(op.active, t, strict=True):
+        values[i] = values[i] if s is None else s.to(values[i].dtype)
+    with torch.no_grad():
+        return list(op.call(values))
+
+
 def _forward_ad(op, t: Signal) -> Signal:
     values = list(op.values)
+    tangents = {i: s for (i, _), s in zip(op.active, t, strict=True) if s is not None}
     with _one_level, torch.no_grad(), forward_ad.dual_level():
-        for (i, _), s in zip(op.active, t, strict=True):
-            if s is not None:
-                values[i] = forward_ad.make_dual(values[i].detach(), s.to(values[i].dtype))
+        if any(isinstance(z, Tensor) and has_symbolic_shape(z) for z in values):
+            _prepare_symbolic(op, values, tangents)
+        for i, s in tangents.items():
+            values[i] = forward_ad.make_dual(values[i].detach(), s.to(values[i].dtype))
         return [forward_ad.unpack_dual(u).tangent for u in op.call(values)]
+
+
+def _prepare_symbolic(op, values: list[Any], tangents: dict[int, Tensor]) -> None:
+    """In a trace with dynamic shapes: a tangent for every argument, in that argument's layout.
+
+    The zeros that forward-mode AD makes for arguments without a tangent would fix the symbolic sizes, and it cannot
+    copy a tangent of another layout.
+    """
+    if op.func in (torch.as_strided, Tensor.as_strided):
+        raise CaptureError("as_strided reads memory by addresses, which a copy of its argument does not have")
+    for i, z in enumerate(values):
+        if isinstance(z, Tensor) and (z.is_floating_point() or z.is_complex()):
+            values[i] = z.detach().clone()
+            same = torch.zeros_like(values[i])
+            tangents[i] = same.copy_(tangents[i]) if i in tangents else same
 
 
 def _double_backward_push(op, t: Signal) -> Signal:

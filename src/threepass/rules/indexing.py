@@ -12,11 +12,23 @@ from .table import Linearization, Signal, rule
 
 @rule(Tensor.__getitem__, flat=True)
 def getitem(u: Tensor, a: Tensor, index) -> Linearization | None:
-    """u = a[index] for one vector of whole numbers: the ends of edges, say."""
+    """u = a[index] for one vector of whole numbers (the ends of edges, say), or for slices, numbers, None and ... ."""
+    if _is_basic(index):
+        return Linearization(push=lambda t: t[index], pull=lambda r: _placed(a, index, r))
     if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
         return None
-    rows = torch.where(index < 0, index + a.shape[0], index)
-    return _selected(a, 0, rows)
+    return _selected(a, 0, torch.remainder(index, a.shape[0]))
+
+
+def _is_basic(index) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(i is None or i is Ellipsis or (isinstance(i, (int, slice)) and not isinstance(i, bool)) for i in parts)
+
+
+def _placed(a: Tensor, index, r: Tensor) -> Tensor:
+    whole = r.new_zeros(a.shape)
+    whole[index] = r
+    return whole
 
 
 @rule(torch.index_select, Tensor.index_select, flat=True)

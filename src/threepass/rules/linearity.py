@@ -6,6 +6,7 @@ second derivative is zero, so that exact mode adds no term to R{d} and needs nei
 Linear: u = J a. The mix of u is then J times the mix of a, so that pass 3 can carry the mix through the operation.
 """
 
+import functools
 from enum import Flag
 from typing import Any
 
@@ -45,6 +46,10 @@ OPERATIONS = {  # by the name that the tape records, without the underscore of i
     "unbind": LINEAR, "unflatten": LINEAR, "unfold": LINEAR, "unsqueeze": LINEAR, "upsample_bilinear2d": AFFINE,
     "upsample_nearest2d": LINEAR, "view": LINEAR, "view_as": LINEAR, "vstack": AFFINE, "where": AFFINE,
 }
+PIECEWISE = {  # linear on each piece, so that the tangent is not the function of the tangent
+    "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "leaky_relu", "max_pool1d", "max_pool2d",
+    "max_pool3d", "relu",
+}
 # fmt: on
 
 
@@ -61,6 +66,13 @@ def is_linear(func: Any, values: list[Any], active: list[int]) -> bool:
     return LINEAR in linearity or (IN_BOTH in linearity and len(active) == 2)
 
 
+@functools.cache
+def commutes_with_tangent(func: Any) -> bool:
+    """Whether the tangent of the results is the function of the tangent: linear as a whole, not in pieces."""
+    return LINEAR in _linearity(func) and name_of(func).removesuffix("_") not in PIECEWISE
+
+
+@functools.cache
 def _linearity(func: Any) -> Linearity:
     if key_of(func) is not func:  # user-defined, whatever its name
         return Linearity(0)

@@ -1,26 +1,27 @@
 """Normalisation: u = w x̂ + b with x̂ = (a - mean) / std over groups of N elements.
 
 The Jacobian of x̂, J = (I - 11ᵀ/N - x̂x̂ᵀ/N) / std, is symmetric, so one formula is the tangent of x̂ and the error of a:
-t̂ = J t and d_a = J (w d). Its own derivative is what exact mode needs. Statistics are taken in float32 at least.
+t̂ = J t and d_a = J (w d). Its own derivative is what exact mode needs. `kernels/norm.py` has the formulas.
 
 In batch norm w is constant over a group, so d_a = w J d, and pass 3's gradient of the scale can be had at the input:
 sum(d t̂) = dᵀ J t = sum(d_a t) / w. d_a is then the only error to keep, and usually it is also that of the convolution
 before; pass 2's gradients of scale and shift are sums that batch norm's own backward takes anyway.
 """
 
-import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .._torch_compat import batch_norm_backward, batch_norm_forward
-from ..kernels.batch_norm.scale import not_zero
-from .table import Linearization, Tap, rule
+from ..kernels import norm
+from ..numerics.precision import accumulate_dtype
+from .table import Linearization, Tap, has_symbolic_shape, rule
 
 _aten = torch.ops.aten
+_NATIVE = 0  # PyTorch's own implementation, in what `batch_norm_forward` returns
 
 
 def _tap(a, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled) -> Tap | None:
@@ -65,7 +66,11 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx, d):
         a, weight, mean, rstd, reserve = ctx.saved_tensors
         (kind, eps), mask = ctx.how, list(ctx.needs_input_grad[:3])
-        errors = batch_norm_backward(kind, a, d, not_zero(weight), None, None, mean, rstd, True, eps, mask, reserve)
+        w = norm.not_zero(weight)
+        if kind == _NATIVE or has_symbolic_shape(a):
+            errors = _aten.native_batch_norm_backward(d, a, w, None, None, mean, rstd, True, eps, mask)
+        else:
+            errors = batch_norm_backward(kind, a, d, w, None, None, mean, rstd, True, eps, mask, reserve)
         return *(e if needed else None for e, needed in zip(errors, mask, strict=True)), *[None] * 5
 
 
@@ -76,13 +81,13 @@ def batch_norm(u, a, weight, bias, running_mean, running_var, training, momentum
     if _at_input(a, weight, training):
         return _norm_at_input(u, a, weight, bias, eps)
     if training:
-        return _norm(u, a, weight, bias, dims, dims, shape, eps)
+        return _norm(u, a, weight, bias, _Axes(dims, dims, shape), eps)
     mean, scale = running_mean.view(shape), (running_var + eps).rsqrt().view(shape)
     full = scale if weight is None else scale * weight.view(shape)
     return Linearization(
         signal=(a.detach() - mean) * scale,
         tangent=lambda t: t * scale,
-        push=lambda s: _scale(s, weight, shape, u.dtype),
+        push=lambda s: _scale(s, None if weight is None else weight.view(shape), u.dtype),
         pull=lambda d: (d * full).to(a.dtype),
         **_affine(weight, bias, dims),
     )
@@ -91,8 +96,7 @@ def batch_norm(u, a, weight, bias, running_mean, running_var, training, momentum
 @rule(torch.layer_norm)
 def layer_norm(u, a, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True) -> Linearization:
     """Over the last dimensions of each position."""
-    dims = list(range(a.dim() - len(normalized_shape), a.dim()))
-    return _norm(u, a, weight, bias, dims, list(range(dims[0])), list(normalized_shape), eps)
+    return _norm(u, a, weight, bias, _last(a, normalized_shape), eps)
 
 
 @rule(torch.rms_norm)
@@ -101,8 +105,7 @@ def rms_norm(u, a, normalized_shape, weight=None, eps=None) -> Linearization | N
     if eps is None and a.dtype not in (torch.float32, torch.float64):  # versions differ in what they then take
         return None
     eps = torch.finfo(a.dtype).eps if eps is None else eps
-    dims = list(range(a.dim() - len(normalized_shape), a.dim()))
-    return _norm(u, a, weight, None, dims, list(range(dims[0])), list(normalized_shape), eps, centred=False)
+    return _norm(u, a, weight, None, _last(a, normalized_shape)._replace(centred=False), eps)
 
 
 @rule(torch.group_norm)
@@ -112,93 +115,97 @@ def group_norm(u, a, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled
     view = [n, num_groups, channels // num_groups, *size]
     shape = [*view[1:3], *[1] * len(size)]
     dims = list(range(2, len(view)))
-    return _norm(u, a, weight, bias, dims, [0, *dims[1:]], shape, eps, view=view)
+    return _norm(u, a, weight, bias, _Axes(dims, [0, *dims[1:]], shape, view), eps)
 
 
 @rule(torch.instance_norm)
 def instance_norm(u, a, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled):
     """Over the positions of each channel of each sample."""
     dims, shape = _channels(a)
-    return _norm(u, a, weight, bias, dims[1:], dims, shape, eps) if use_input_stats else None
+    return _norm(u, a, weight, bias, _Axes(dims[1:], dims, shape), eps) if use_input_stats else None
 
 
-class _Group:
-    """x̂ of a over `dims`, its Jacobian, and the derivative of that."""
+class _Axes(NamedTuple):
+    """What is normalised.
 
-    def __init__(self, a: Tensor, dims: list[int], eps: float, centred: bool = True):
-        a = a.detach().to(torch.promote_types(a.dtype, torch.float32))
-        self.dims, self.centred = dims, centred
-        self.count = math.prod(a.shape[i] for i in dims)
-        if centred:
-            var, mean = torch.var_mean(a, dims, correction=0, keepdim=True)
-            self.rstd = (var + eps).rsqrt()
-            self.x_hat = (a - mean) * self.rstd
-        else:
-            self.rstd = (self.mean(a.square()) + eps).rsqrt()
-            self.x_hat = a * self.rstd
+    dims     the dimensions of a group
+    summed   those that scale and shift are broadcast along
+    shape    of scale and shift beside a
+    view     where groups split a dimension of a, a's shape with it split: the first three are for that
+    centred  whether the mean is subtracted
+    """
 
-    def mean(self, z: Tensor) -> Tensor:
-        """As a sum, which the gradients of scale and shift take too: the compiler then takes it once."""
-        return z.sum(self.dims, keepdim=True) / self.count
+    dims: list[int]
+    summed: list[int]
+    shape: list[int]
+    view: list[int] | None = None
+    centred: bool = True
 
-    def jacobian(self, z: Tensor) -> Tensor:
-        """J z"""
-        z = z.to(self.rstd.dtype)
-        centred = z - self.mean(z) if self.centred else z
-        return self.rstd * (centred - self.x_hat * self.mean(self.x_hat * z))
 
-    def curvature(self, d_a: Tensor, t: Tensor, along: Tensor) -> Tensor:
-        """d/da < g , J t > = - (x̂ mean(d_a t) + mean(x̂ t) d_a + mean(x̂ g) J t) / std, d_a = J g, along = mean(x̂ g)"""
-        d_a, t = d_a.to(self.rstd.dtype), t.to(self.rstd.dtype)
-        terms = self.x_hat * self.mean(d_a * t) + self.mean(self.x_hat * t) * d_a + along * self.jacobian(t)
-        return -self.rstd * terms
+def _last(a: Tensor, normalized_shape: Sequence[int]) -> _Axes:
+    first = a.dim() - len(normalized_shape)
+    return _Axes(list(range(first, a.dim())), list(range(first)), list(normalized_shape))
+
+
+class _Group(NamedTuple):
+    """What the formulas of `kernels/norm.py` take of a normalised tensor."""
+
+    x_hat: Tensor
+    rstd: Tensor
+    dims: list[int]
+    centred: bool
+
+
+def _group(a: Tensor, dims: list[int], eps: float, centred: bool = True) -> _Group:
+    a = a.detach()
+    if centred:
+        x_hat, rstd, _ = norm.normalized(a, dims, eps)
+    else:
+        a = a.to(accumulate_dtype(a.dtype))
+        rstd = (norm.mean_of(a.square(), dims) + eps).rsqrt()
+        x_hat = a * rstd
+    return _Group(x_hat, rstd, dims, centred)
 
 
 def _norm_at_input(u, a, weight, bias, eps) -> Linearization:
     """Batch norm, with d the error of a."""
     dims, shape = _channels(a)
-    group = _Group(a, dims, eps)
-    dtype = group.rstd.dtype
-
-    def third(d: Tensor, t: Tensor) -> Tensor:
-        return (d.to(dtype) * t.to(dtype)).sum(dims, keepdim=True).flatten() / not_zero(weight)
+    group = _group(a, dims, eps)
+    w = None if weight is None else weight.view(shape)
+    dtype, count = group.rstd.dtype, a.numel() // a.shape[1]
 
     def curve(d: Tensor, t: Tensor, scale: Tensor, *_: Any) -> Tensor:
-        return group.curvature(d, t, _scale(scale.view(shape) / group.count, weight, shape, dtype))
+        along = _scale(scale.view(shape) / count, w, dtype)
+        return norm.curved_at_input(d, t, along, *group)
 
     return Linearization(
         signal=group.x_hat,
-        push=lambda t: _scale(group.jacobian(t), weight, shape, u.dtype),
-        pull=lambda r: _scale(group.jacobian(r), weight, shape, dtype),
+        push=lambda t: _scale(norm.jacobian(t, *group), w, u.dtype),
+        pull=lambda r: _scale(norm.jacobian(r, *group), w, dtype),
         curve=curve,
-        third={} if weight is None else {weight: third},
+        third={} if weight is None else {weight: lambda d, t: norm.scale_gradient_at_input(d, t, weight, dims)},
         **_affine(weight, bias, dims),
     )
 
 
-def _norm(u, a, weight, bias, dims, summed, shape, eps, *, centred=True, view=None) -> Linearization:
-    """Any norm, with d the error of u; where groups split a dimension of a, `view` is a's shape with it split."""
+def _norm(u, a, weight, bias, axes: _Axes, eps: float) -> Linearization:
+    """Any norm, with d the error of u."""
 
     def split(z: Tensor) -> Tensor:  # no reshape where there is nothing to split: the compiler then shares statistics
-        return z if view is None else z.reshape(view)
+        return z if axes.view is None else z.reshape(axes.view)
 
     def joined(z: Tensor) -> Tensor:
-        return z if view is None else z.reshape(a.shape)
+        return z if axes.view is None else z.reshape(a.shape)
 
-    group = _Group(split(a), dims, eps, centred)
-    dtype = group.rstd.dtype
-
-    def curve(d: Tensor, t: Tensor) -> Tensor:
-        g = _scale(split(d).to(dtype), weight, shape, dtype)
-        return joined(group.curvature(group.jacobian(g), split(t), group.mean(group.x_hat * g)))
-
+    group = _group(split(a), axes.dims, eps, axes.centred)
+    w = None if weight is None else weight.view(axes.shape)
     return Linearization(
         signal=group.x_hat,
-        tangent=lambda t: group.jacobian(split(t)),
-        push=lambda s: joined(_scale(s, weight, shape, u.dtype)),
-        pull=lambda r: joined(group.jacobian(_scale(split(r).to(dtype), weight, shape, dtype))),
-        curve=curve,
-        **_affine(weight, bias, summed, split),
+        tangent=lambda t: norm.jacobian(split(t), *group),
+        push=lambda s: joined(_scale(s, w, u.dtype)),
+        pull=lambda r: joined(norm.pulled(split(r), w, *group)),
+        curve=lambda d, t: joined(norm.curved(split(d), split(t), w, *group)),
+        **_affine(weight, bias, axes.summed, split),
     )
 
 
@@ -207,17 +214,19 @@ def _channels(a: Tensor) -> tuple[list[int], list[int]]:
     return [0, *range(2, a.dim())], [1, -1] + [1] * (a.dim() - 2)
 
 
-def _scale(s: Tensor, weight: Tensor | None, shape: list[int], dtype: torch.dtype) -> Tensor:
-    return (s if weight is None else s * weight.view(shape)).to(dtype)
+def _scale(s: Tensor, w: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return s.to(dtype) if w is None else norm.scaled(s, w, dtype)
 
 
 def _affine(weight, bias, summed: list[int], split: Callable[[Tensor], Tensor] = lambda z: z) -> dict[str, Any]:
     """The gradients of scale and shift: sums over every dimension that they are broadcast along."""
 
-    def total(z: Tensor, like: Tensor) -> Tensor:
-        return (z.sum(summed, keepdim=True) if summed else z).reshape(like.shape)
+    def total(d: Tensor) -> Tensor:
+        return (d.sum(summed, keepdim=True) if summed else d).reshape(bias.shape)
 
     return {
-        "grad": {} if weight is None else {weight: lambda d, s: total(s * split(d), weight)},
-        "add": {} if bias is None else {bias: lambda d: total(split(d), bias)},
+        "grad": {}
+        if weight is None
+        else {weight: lambda d, s: norm.scale_gradient(split(d), s, summed, list(weight.shape))},
+        "add": {} if bias is None else {bias: lambda d: total(split(d))},
     }

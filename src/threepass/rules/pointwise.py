@@ -1,4 +1,7 @@
-"""Products, powers, exponentials and lengths: what radial bases, filters and positional encodings are made of."""
+"""Sums, products, powers, exponentials and lengths: what radial bases, filters and positional encodings are made of."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -7,17 +10,71 @@ from .activation import smooth
 from .table import Linearization, Signal, rule
 
 
-@rule(torch.mul, Tensor.mul, torch.multiply, Tensor.multiply, arity=2)
-def mul(u: Tensor, a: Tensor, b: Tensor | float) -> Linearization | None:
+@rule(torch.add, Tensor.add, arity=2, flat=True)
+def add(
+    u: Tensor, a: Tensor | float, other: Tensor | float, *, alpha: float = 1, active: Sequence[int] = (0,)
+) -> Linearization | None:
+    """u = a + alpha b: t -> t_a + alpha t_b, R{d_a} = R{d}, R{d_b} = alpha R{d}; broadcast dimensions are summed."""
+    return None if u.is_complex() else _weighted_sum(u, (a, other), (1, alpha), active)
+
+
+@rule(torch.sub, Tensor.sub, arity=2, flat=True)
+def sub(
+    u: Tensor, a: Tensor | float, other: Tensor | float, *, alpha: float = 1, active: Sequence[int] = (0,)
+) -> Linearization | None:
+    """u = a - alpha b"""
+    return None if u.is_complex() else _weighted_sum(u, (a, other), (1, -alpha), active)
+
+
+def _weighted_sum(
+    u: Tensor, terms: Sequence[Tensor | float], factors: Sequence[float], active: Sequence[int]
+) -> Linearization:
+    """u = the sum of factor * term."""
+
+    def push(t_a: Tensor | None, t_b: Tensor | None = None) -> Tensor:
+        if t_a is not None and t_b is not None:
+            return torch.add(t_a, t_b, alpha=factors[1]).to(u.dtype)
+        t, factor = (t_a, factors[0]) if t_b is None else (t_b, factors[1])
+        assert t is not None  # one of the arguments has a tangent
+        return _times(factor, t).to(u.dtype).expand(u.shape)
+
+    def pulled(i: int, r: Tensor) -> Tensor:
+        z = terms[i]
+        assert isinstance(z, Tensor)
+        return _times(factors[i], r.sum_to_size(z.shape).to(z.dtype))
+
+    if len(active) == 2:
+        return Linearization(
+            push=push, bend=lambda r, d, t: [None if r[0] is None else pulled(i, r[0]) for i in active]
+        )
+    rest = 1 - active[0]
+    weight = terms[rest]
+    add: dict[Tensor, Callable[[Tensor], Tensor]] = (
+        {weight: partial(pulled, rest)} if isinstance(weight, Tensor) else {}
+    )
+    return Linearization(push=push, pull=partial(pulled, active[0]), add=add)
+
+
+def _times(factor: float, z: Tensor) -> Tensor:
+    return z if factor == 1 else z * factor
+
+
+@rule(torch.mul, Tensor.mul, torch.multiply, Tensor.multiply, arity=2, bilinear=True)
+def mul(u: Tensor, a: Tensor | float, other: Tensor | float, *, active: Sequence[int] = (0,)) -> Linearization | None:
     """u = a b: t -> t_a b + a t_b, R{d_a} = R{d} b + d t_b, and likewise for b; broadcast dimensions are summed."""
     if u.is_complex():
         return None
-    if not isinstance(b, Tensor):
-        return Linearization(push=lambda t, _=None: t * b, pull=lambda r: r * b)
+    if len(active) == 1:
+        z, w = (a, other) if active[0] == 0 else (other, a)
+        assert isinstance(z, Tensor)
+        return _scaled(u, z, w)
+    assert isinstance(a, Tensor)
+    assert isinstance(other, Tensor)
+    b = other
 
-    def push(t_a: Tensor | None, t_b: Tensor | None) -> Tensor:
+    def push(t_a: Tensor | None, t_b: Tensor | None = None) -> Tensor:
         t = _sum([(t_a, b), (t_b, a)], u)
-        assert t is not None  # one of the arguments is active
+        assert t is not None  # one of the arguments has a tangent
         return t
 
     def pull(r: Signal, d: Signal, t: Signal) -> Signal:
@@ -26,13 +83,64 @@ def mul(u: Tensor, a: Tensor, b: Tensor | float) -> Linearization | None:
     return Linearization(push=push, bend=pull)
 
 
-def _sum(products: list[tuple[Tensor | None, Tensor | None]], like: Tensor) -> Tensor | None:
+def _scaled(u: Tensor, a: Tensor, w: Tensor | float) -> Linearization:
+    """u = w a with a constant or a weight w."""
+    return Linearization(
+        signal=a,
+        push=lambda s: (s * w).to(u.dtype),
+        pull=lambda r: (r * w).sum_to_size(a.shape),
+        grad={w: lambda d, s: (d * s).sum_to_size(w.shape)} if isinstance(w, Tensor) else {},
+    )
+
+
+def _sum(products: Sequence[tuple[Tensor | None, Tensor | None]], like: Tensor) -> Tensor | None:
     """The sum of the products whose factors are both there, in the shape and format of `like`."""
     total: Tensor | None = None
     for x, y in products:
         if x is not None and y is not None:
-            total = x * y if total is None else torch.addcmul(total, x, y)
+            total = x * y if total is None else _add_product(total, x, y)
     return None if total is None else total.sum_to_size(like.shape).to(like.dtype)
+
+
+def _add_product(total: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """total + x y, in place where total has the shape and the format of the result."""
+    fits = total.dtype == x.dtype == y.dtype and total.shape in (x.shape, y.shape) and total.dim() >= x.dim()
+    return total.addcmul_(x, y) if fits and total.dim() >= y.dim() else torch.addcmul(total, x, y)
+
+
+@rule(torch.div, Tensor.div, torch.divide, Tensor.divide, torch.true_divide, Tensor.true_divide, arity=2)
+def div(u: Tensor, a: Tensor | float, other: Tensor | float, *, active: Sequence[int] = (0,)) -> Linearization | None:
+    """u = a / b: t -> (t_a - u t_b) / b, R{d_a} = R{d / b}, R{d_b} = -R{d u / b}; broadcast dimensions are summed."""
+    if u.is_complex() or not isinstance(a, Tensor) or not u.is_floating_point():
+        return None
+    if not isinstance(other, Tensor) or 1 not in active:
+        b = other
+        return Linearization(push=lambda t, _=None: (t / b).to(u.dtype), pull=lambda r: (r / b).sum_to_size(a.shape))
+    return _quotient(a, other, active)
+
+
+def _quotient(a: Tensor, b: Tensor, active: Sequence[int]) -> Linearization:
+    inverse = b.reciprocal()
+    ratio = a * inverse
+
+    def push(t_a: Tensor | None, t_b: Tensor | None = None) -> Tensor:
+        if t_b is None:
+            assert t_a is not None  # one of the arguments has a tangent
+            return t_a * inverse
+        return (-ratio * t_b if t_a is None else torch.addcmul(t_a, ratio, t_b, value=-1)) * inverse
+
+    def pull(r: Signal, d: Signal, t: Signal) -> Signal:
+        error, of_inverse = r[0], None if t[1] is None else t[1] * -inverse * inverse
+        of_ratio = None if d[0] is None or (t[0] is None and t[1] is None) else push(t[0], t[1])
+        to_a = _sum([(error, inverse), (d[0], of_inverse)], a) if 0 in active else None
+        # R{d_b} = R{-d u / b} = -(R{d} u + d R{u}) / b - d u R{1/b}
+        products = [(error, -ratio * inverse)]
+        if of_ratio is not None:
+            curved = -of_ratio * inverse
+            products.append((d[0], curved if of_inverse is None else curved - ratio * of_inverse))
+        return [to_a, _sum(products, b)]
+
+    return Linearization(push=push, bend=pull)
 
 
 @rule(torch.exp, torch.exp_, Tensor.exp, Tensor.exp_, reads="u")

@@ -32,7 +32,7 @@ def _same(t: Tensor) -> Tensor:
     return t
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Linearization:
     """The derivatives of an operation u = op(a; p) at the values of pass 1.
 
@@ -93,7 +93,9 @@ class Rule:
     reads: str
     flat: bool
     tap: Callable[..., Tap | None] | None
+    bilinear: bool
     names: frozenset[str]  # of its arguments; calls with other keywords use the generic rule
+    takes_active: bool
 
 
 Make = Callable[..., Linearization | None]
@@ -107,6 +109,7 @@ def rule(
     reads: str = "a",
     flat: bool = False,
     tap: Callable[..., Tap | None] | None = None,
+    bilinear: bool = False,
 ) -> Callable[[Make], Make]:
     """Registers a rule for torch functions, custom ops (`torch.ops.lib.name`) or `autograd.Function` classes.
 
@@ -121,12 +124,16 @@ def rule(
         tap: runs the call in pass 1 in place of the function, or returns None. The error d in the `Linearization` is
             then that of a, and pass 2 computes the weights' gradients; `curve` gets them after d and t. The rule must
             accept every call that its tap has run.
+        bilinear: where only one argument depends on the input, every result of the rule has a `pull` and no `curve`.
+
+    A rule with a keyword-only parameter `active` gets the positions of the arguments that depend on the input.
     """
 
     def register(make: Make) -> Make:
         names = frozenset(inspect.signature(make).parameters)
         for function in functions:
-            _RULES[key_of(function)] = Rule(make, arity, reads, flat, tap, names)
+            takes_active = "active" in names
+            _RULES[key_of(function)] = Rule(make, arity, reads, flat, tap, bilinear, names - {"active"}, takes_active)
         return make
 
     return register
@@ -138,7 +145,7 @@ def registered() -> dict[Any, Rule]:
 
 
 def rule_for(func: Callable[..., Any]) -> Rule | None:
-    return _RULES.get(key_of(func))
+    return _RULES.get(func) or _RULES.get(key_of(func))
 
 
 def key_of(func: Any) -> Any:
@@ -159,6 +166,11 @@ def name_of(func: Any) -> str:
     name = getattr(key, "__name__", str(key))
     owner = getattr(key, "__self__", None)
     return f"Tensor.{owner.__name__}" if name == "__get__" and owner is not None else name
+
+
+def has_symbolic_shape(z: Tensor) -> bool:
+    """Whether a trace with dynamic shapes is at work on this tensor."""
+    return any(isinstance(size, torch.SymInt) for size in z.shape)
 
 
 def is_users(func: Any) -> bool:

@@ -127,9 +127,7 @@ def compare(
         sigmas, radii: of noise and attacks, in units of pixels 0 to 1.
         say: told of every run's end.
     """
-    _check(variants, seeds)
-    if not data.classes:
-        raise ValueError(f"{data.name} has no classes, and a comparison measures accuracy: use train for regression")
+    _check(data, variants, seeds)
     for variant in variants:  # what cannot be trained is refused before anything is
         Trainer(_fresh_model(make_model, data, 0), data, variant.config(config, 0), loss_fn)
     out = Path(out) if resume else fresh(Path(out))
@@ -383,7 +381,9 @@ def _seconds(run: Callable[[], None], x: Tensor) -> float:
     return now() - began
 
 
-def _check(variants: Sequence[Variant], seeds: int) -> None:
+def _check(data: DataSet, variants: Sequence[Variant], seeds: int) -> None:
+    if not data.classes:
+        raise ValueError(f"{data.name} has no classes, and a comparison measures accuracy: use train for regression")
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds!r}")
     if not variants:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..page.render import count
-from ..train.config import Config
+from ..train.config import NOT_WITH_STRENGTH, Config
 from .intervals import Difference, paired
 
 Measure = Callable[["Run"], float | None]
@@ -59,6 +59,8 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """All that its results depend on, but for the task and the seed."""
         every = Config().to_dict() | self.config
+        if every["strength"] is not None:  # older runs have their defaults there
+            every |= dict.fromkeys(NOT_WITH_STRENGTH)
         return {name: value for name, value in every.items() if name not in (*WITHOUT_EFFECT, "seed")}
 
     @property

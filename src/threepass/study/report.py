@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ..page.figure import number
 from ..page.images import HEAT
 from ..page.writer import write_page
+from ..train.folder import fresh
 from . import report_figures as figures
 from . import report_tables as tables
 from .gallery import galleries
@@ -22,9 +23,13 @@ from .intervals import Difference
 from .measures import ATTACKS, final_error, log_input_loss, middle
 
 
-def report(runs: Sequence[Path], out: Path) -> Path:
-    """Writes OUT/report.html, or OUT itself if it ends in .html, and figures/ beside it; returns the page's path."""
+def report(runs: Sequence[Path], out: Path | None = None) -> Path:
+    """Writes OUT/report.html, or OUT itself if it ends in .html, and figures/ beside it; returns the page's path.
+
+    Without `out` a new folder is made: runs/report, or the first free one of runs/report-2, runs/report-3, ...
+    """
     study = gather([Path(run) for run in runs])
+    out = fresh(Path("runs/report")) if out is None else out
     page = Path(out) if Path(out).suffix == ".html" else Path(out) / "report.html"
     measured = [run.robustness for group in study.groups for run in group.complete if run.robustness]
     made = {

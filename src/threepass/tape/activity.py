@@ -63,7 +63,10 @@ class ActivityTracker(FunctionInterceptor):
         storage = storage_of(z)
         meta = getattr(z, "_threepass", (None, None))[0]
         if meta is None or meta.token is not self._token or meta.shape != z.shape or meta.stride != z.stride():
-            meta = ActivationMeta(self._token, storage, z.shape, z.stride(), z.storage_offset(), z.dtype, z.device)
+            size = z.untyped_storage().nbytes()
+            meta = ActivationMeta(
+                self._token, storage, size, z.shape, z.stride(), z.storage_offset(), z.dtype, z.device
+            )
             self._aliases[storage].append(weakref.ref(z))
         setattr(z, "_threepass", (meta, z.grad_fn))  # noqa: B010
         self._computed.pop(id(z), None)

@@ -11,7 +11,10 @@ Shape = tuple[int, tuple[str, ...], TreeSpec | None]
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Shape]:
     """The arguments as a list; containers are flattened if any of them holds tensors."""
-    values: list[Any] = [_copy_lists(v) for v in (*args, *kwargs.values())]
+    values: list[Any] = [*args, *kwargs.values()]
+    if not any(isinstance(v, (list, tuple, dict)) for v in values):
+        return values, (len(args), tuple(kwargs), None)
+    values = [_copy_lists(v) for v in values]
     if not any(_holds_tensors(v) for v in values):
         return values, (len(args), tuple(kwargs), None)
     flat, spec = tree_flatten(values)
@@ -22,7 +25,7 @@ def unflatten(values: list[Any], shape: Shape) -> tuple[list[Any], dict[str, Any
     count, names, spec = shape
     if spec is not None:
         values = tree_unflatten(values, spec)
-    return values[:count], dict(zip(names, values[count:], strict=True))
+    return values[:count], dict(zip(names, values[count:], strict=True)) if names else {}
 
 
 def tensors_in(out: Any) -> list[Tensor]:

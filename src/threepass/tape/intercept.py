@@ -1,7 +1,7 @@
 """Interception of calls: all monkey-patching of PyTorch while a step runs or is traced.
 
-A `TorchFunctionMode` does not intercept `autograd.Function.apply`, nor calls inside torch functions that are written in
-Python: `intercepting_functions` and `python_body` change that.
+A `TorchFunctionMode` does not intercept `autograd.Function.apply`, nor calls inside TorchScript functions and inside
+torch functions that are written in Python: `intercepting_functions` and `python_body` change that.
 """
 
 import contextlib
@@ -22,6 +22,8 @@ from .._torch_compat import (
     DisableTorchFunction,
     function_modes,
     function_modes_enabled,
+    get_proxy_mode,
+    python_function_of,
     set_trace_switches,
     trace_switches,
     tree_map,
@@ -34,25 +36,30 @@ DROPOUT = {torch.dropout: torch.mul, torch.dropout_: Tensor.mul_,
 
 
 class FunctionInterceptor(TorchFunctionMode):
-    """A mode that, inside `intercepting_functions`, also gets calls of `autograd.Function.apply`."""
+    """A mode that, inside `intercepting_functions`, gets `autograd.Function.apply` and calls inside TorchScript."""
 
 
 _lock = threading.Lock()
 _users = 0
 _original: Any = None
+_run_script = torch.jit.ScriptFunction.__call__
 _traces = 0
 _switches: tuple[bool, bool, Any] = (False, True, None)
 
 
 @contextlib.contextmanager
 def intercepting_functions() -> Iterator[None]:
-    """Patches `autograd.Function.apply` to call the innermost `FunctionInterceptor` of the thread, if there is one."""
+    """Patches `autograd.Function.apply` to call the innermost `FunctionInterceptor` of the thread, if there is one.
+
+    With one, a TorchScript function runs as the Python function that it was compiled from.
+    """
     global _users, _original
     with _lock:
         _users += 1
         if _users == 1:
             _original = Function.__dict__["apply"]
             setattr(Function, "apply", classmethod(_intercepted_apply))  # noqa: B010
+            setattr(torch.jit.ScriptFunction, "__call__", _intercepted_script)  # noqa: B010
     try:
         yield
     finally:
@@ -60,11 +67,12 @@ def intercepting_functions() -> Iterator[None]:
             _users -= 1
             if _users == 0:
                 setattr(Function, "apply", _original)  # noqa: B010
+                setattr(torch.jit.ScriptFunction, "__call__", _run_script)  # noqa: B010
 
 
 def _intercepted_apply(cls, *args, **kwargs):
     func = types.MethodType(_original.__func__, cls)
-    modes = [m for m in function_modes() if isinstance(m, FunctionInterceptor)] if function_modes_enabled() else []
+    modes = _interceptors()
     if not modes:
         return func(*args, **kwargs)
     if cls is CheckpointFunction:  # its backward works in loss.backward() only: call the function that it wraps
@@ -73,6 +81,15 @@ def _intercepted_apply(cls, *args, **kwargs):
         return func(*args, **kwargs)
     with DisableTorchFunction():
         return modes[-1].__torch_function__(func, (), args, kwargs)
+
+
+def _intercepted_script(scripted, *args, **kwargs):
+    function = python_function_of(scripted) if _interceptors() else None
+    return _run_script(scripted, *args, **kwargs) if function is None else function(*args, **kwargs)
+
+
+def _interceptors() -> list[FunctionInterceptor]:
+    return [m for m in function_modes() if isinstance(m, FunctionInterceptor)] if function_modes_enabled() else []
 
 
 def with_separate_histories(out: Any) -> Any:
@@ -95,6 +112,22 @@ def dropout_as_product(func, values, spec):
     draw = torch.dropout if func in (torch.dropout, torch.dropout_) else torch.feature_dropout
     mask = draw(torch.ones_like(a, requires_grad=False), p, True)
     return DROPOUT[func], *flatten((a, mask), {})
+
+
+def rows_as_index_select(func, values, spec):
+    """a[index] with a vector of whole numbers as `index_select`, several times as fast on a CPU, backward too."""
+    a, index = values[:2]
+    is_vector = isinstance(index, Tensor) and index.dim() == 1 and index.dtype in (torch.int64, torch.int32)
+    if not is_vector or a.dim() == 0 or get_proxy_mode() is not None:
+        return func, values, spec
+    rows = torch.where(index < 0, index + a.shape[0], index)
+    return torch.index_select, *flatten((a, 0, rows), {})
+
+
+REPLACED: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(DROPOUT, dropout_as_product),
+    Tensor.__getitem__: rows_as_index_select,
+}
 
 
 @functools.cache

@@ -50,14 +50,17 @@ class Operation:
     @property
     def needs_error(self) -> bool:
         """Whether exact mode needs the errors of the outputs: for weights, and for second derivatives."""
-        is_flat = is_affine(self.func) if self.rule is None else self.rule.flat
-        return bool(self.weights) or not is_flat
+        if self.weights:
+            return True
+        if self.rule is None:
+            return not is_affine(self.func)
+        return not (self.rule.flat or (self.rule.bilinear and len(self.active) == 1))
 
     @property
     def carries_mix(self) -> bool:
         """Whether pass 3 can carry the mix of a and t through this call instead of t."""
-        if self.rule is None or self.output is None:
-            return not self.weights and is_linear(self.func, self.values, [i for i, _ in self.active])
+        if not self.weights and is_linear(self.func, self.values, [i for i, _ in self.active]):
+            return True
         linearization = self.linearize()
         return linearization is not None and linearization.mix is not None
 
@@ -95,6 +98,8 @@ class Operation:
         for i, _ in self.active:
             values[i] = values[i].detach()
         args, kwargs = unflatten(values, self.spec)
+        if self.rule.takes_active:
+            kwargs = kwargs | {"active": [i for i, _ in self.active]}
         linearization = self.rule.make(self.output, *args, **kwargs)
         if linearization is None or any(
             values[i] not in linearization.grad and values[i] not in linearization.add for i, _ in self.weights

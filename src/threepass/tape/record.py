@@ -32,8 +32,7 @@ from ..rules.table import Rule, rule_for
 from .activity import ActivityTracker
 from .arguments import flatten, tensors_in, unflatten
 from .intercept import (
-    DROPOUT,
-    dropout_as_product,
+    REPLACED,
     intercepting_functions,
     python_body,
     with_separate_histories,
@@ -166,8 +165,12 @@ class Record(ActivityTracker):
                 self._open_functions.pop()
         values, spec = flatten(args, kwargs)
         tensors = [(i, z) for i, z in enumerate(values) if isinstance(z, Tensor)]
-        if torch.is_grad_enabled() and any(self.is_active(z) for _, z in tensors):
-            return self._operation(func, values, spec, tensors)
+        active = [(i, z) for i, z in tensors if self.is_active(z)]
+        if active and torch.is_grad_enabled():
+            if func in REPLACED:
+                func, values, spec = REPLACED[func](func, values, spec)
+                tensors = [(i, z) for i, z in enumerate(values) if isinstance(z, Tensor)]
+            return self._operation(func, values, spec, tensors, active)
         if tensors and writes_to(func):
             self._copy_for_readers(tensors[0][1])
         out = func(*args, **kwargs)
@@ -175,11 +178,9 @@ class Record(ActivityTracker):
             self._mark_computed([*tensors_in(out), *(z for _, z in tensors[:1])])
         return out
 
-    def _operation(self, func, values, spec, tensors):
-        """Runs a call with an active argument, with its weights detached, and records it if its results are active."""
-        if func in DROPOUT:
-            func, values, spec = dropout_as_product(func, values, spec)
-        active = [(i, z, self._lookup(z)) for i, z in tensors if self.is_active(z)]
+    def _operation(self, func, values, spec, tensors, active):
+        """Runs a call with active arguments, with its weights detached, and records it if its results are active."""
+        active = [(i, z, self._lookup(z)) for i, z in active]
         weights = [(i, z) for i, z in tensors if z.requires_grad and not self.is_active(z)]
         for i, z in weights:
             values[i] = z.detach()
@@ -192,8 +193,13 @@ class Record(ActivityTracker):
         autocast = (self.device, torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device))
         rule = self._rule(func, spec, active)
         tap = rule.tap(*args, **kwargs) if rule is not None and rule.tap is not None else None
-        with as_recorded(func, autocast, None) if rng is not None else contextlib.nullcontext():
-            out = func(*args, **kwargs) if tap is None else tap.output
+        if tap is not None:
+            out = tap.output
+        elif rng is None:
+            out = func(*args, **kwargs)
+        else:
+            with as_recorded(func, autocast, None):
+                out = func(*args, **kwargs)
         if not self.recording:
             return out
         out = with_separate_histories(out)

@@ -1,6 +1,7 @@
 """Running a recorded operation again under the conditions of pass 1: autocast, random state, kernels."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,8 +26,14 @@ _RANDOM = {
 
 def is_random(func: Callable[..., Any], values: list[Any]) -> bool:
     """Whether a call may draw random numbers; any user-defined operation may."""
-    drops = func is ATTENTION and any(isinstance(v, float) and v > 0 for v in values)
-    return is_users(func) or drops or func in _RECURRENT or name_of(func).removesuffix("_") in _RANDOM
+    if func is ATTENTION:
+        return any(isinstance(v, float) and v > 0 for v in values)
+    return _may_draw(func)
+
+
+@functools.cache
+def _may_draw(func: Callable[..., Any]) -> bool:
+    return is_users(func) or func in _RECURRENT or name_of(func).removesuffix("_") in _RANDOM
 
 
 @contextlib.contextmanager

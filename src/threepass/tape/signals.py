@@ -6,20 +6,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Storage = tuple[int, int]  # its address and size in bytes
+Storage = tuple[int, int | str]  # its address and size in bytes, as a string where the size is symbolic
 
 
 def storage_of(z: Tensor) -> Storage:
     storage = z.untyped_storage()
-    return storage._cdata, storage.nbytes()
+    size = storage.nbytes()
+    return storage._cdata, size if isinstance(size, int) else str(size)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ActivationMeta:
     """The metadata of an active tensor, by which the tape refers to it, so that the tensor itself can be freed."""
 
     token: object  # of the tape that the tensor is active on
     storage: Storage
+    nbytes: int  # of the storage
     shape: torch.Size
     stride: tuple[int, ...]
     offset: Any
@@ -45,16 +47,14 @@ class ActivationMeta:
             expected.append(count)
             count *= size
         return (
-            self.offset == 0
-            and self.stride == tuple(reversed(expected))
-            and count * self.dtype.itemsize == self.storage[1]
+            self.offset == 0 and self.stride == tuple(reversed(expected)) and count * self.dtype.itemsize == self.nbytes
         )
 
     def zeros(self) -> Tensor:
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
     def buffer(self) -> Tensor:
-        return torch.zeros(self.storage[1] // self.dtype.itemsize, dtype=self.dtype, device=self.device)
+        return torch.zeros(self.nbytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
 
 
 class Signals:

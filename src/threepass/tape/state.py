@@ -26,9 +26,10 @@ def unchanged_on_error(model: nn.Module, always: bool = False) -> Iterator[None]
     """Restores buffers and random state if an exception is raised; `always`: in any case."""
     device = next(itertools.chain(model.parameters(), model.buffers())).device.type
     rng = random_state(device)
-    buffers = [
-        (m._buffers, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
-    ]
+    with no_dispatch_modes():  # not recorded by a tracer, and contents even where that computes without any
+        buffers = [
+            (m._buffers, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
+        ]
     try:
         yield
     except BaseException:
@@ -37,7 +38,7 @@ def unchanged_on_error(model: nn.Module, always: bool = False) -> Iterator[None]
     finally:
         if always:
             set_random_state(rng, device)
-            with torch.no_grad(), no_dispatch_modes():  # not recorded by a tracer
+            with torch.no_grad(), no_dispatch_modes():
                 for module_buffers, name, buffer, contents in buffers:
                     module_buffers[name] = buffer
                     if not torch.equal(buffer, contents):

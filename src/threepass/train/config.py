@@ -17,6 +17,7 @@ from ..core.penalty import NAMES
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "step", "cosine")
 PRECISIONS = ("float32", "tf32", "bf16")
+NOT_WITH_STRENGTH = ("alpha", "reduction")  # strength takes their place
 RESUME_MAY_CHANGE = ("epochs", "patience", "probe_every", "align_every", "save_every", "save_minutes")
 
 
@@ -33,7 +34,7 @@ class Config:
         batch_size: samples in a batch
         update: update the weights after every batch, or once an epoch: batch, epoch
         epsilon: stop when an epoch's total error is at most this
-        alpha: the weight of backpropagation; 1 is plain training
+        alpha: the weight of backpropagation; 1 is plain training; below, give strength or eta_over_alpha with sgd
         alpha_end: alpha at the end of the run, if it changes
         reduction: of the input loss: batch, sample
         mode: of the third pass: paper, exact; threepass.advise says which
@@ -204,10 +205,13 @@ class Config:
                 near = difflib.get_close_matches(key, known, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
                 raise ValueError(f"unknown setting {key!r}{hint}")
-        return cls(**settings)
+        unused = {name for name in NOT_WITH_STRENGTH if settings.get(name, 0) is None}
+        return cls(**{name: value for name, value in settings.items() if name not in unused})
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"milestones": list(self.milestones)}
+        """The settings as JSON takes them; those that strength takes the place of are None."""
+        unused = {} if self.strength is None else dict.fromkeys(NOT_WITH_STRENGTH)
+        return dataclasses.asdict(self) | {"milestones": list(self.milestones)} | unused
 
 
 def _is_a(value: Any, expected: Any) -> bool:

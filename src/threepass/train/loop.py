@@ -94,8 +94,7 @@ def fit(
         try:
             return _result(trainer.run(after_step, keep_going), model)
         except (KeyboardInterrupt, SystemExit):
-            where = f"{trainer.epoch} epochs and {trainer.done} batches"
-            print(f"stopped after {where}; go on with fit(..., folder={str(folder)!r}, resume=True)")
+            print(f"stopped {trainer.where}; go on with fit(..., folder={str(folder)!r}, resume=True)")
             raise
 
 

@@ -1,13 +1,15 @@
 """Settings that work, by model and data set: the defaults of `threepass train` and `threepass compare`.
 
-Each was found by training, and `results` names the files of those runs. Where there is no recipe, the defaults
-are those of `Config`.
+Each was found by training, and `results` names the files of those runs. Where there is no recipe, a run starts with
+strength 0.1, which needs no other learning rate than plain training, and all else has the defaults of `Config`.
 """
 
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
+
+from .config import Config
 
 Settings = dict[str, Any]  # of Config
 
@@ -22,7 +24,7 @@ class Recipe:
     common: Settings
     third: Settings
     methods: dict[str, tuple[float, ...]]  # alphas or strengths
-    results: str | None  # None: these are the settings of the paper, and not measured by us yet
+    results: str | None  # None: not measured by us yet
 
 
 PAPER: Settings = {"epochs": 200, "lr": 0.01, "schedule": "step", "augment": True}
@@ -47,8 +49,23 @@ RECIPES: dict[tuple[str, str], Recipe] = {
 }
 
 
+STRENGTHS = (0.1, 0.3, 1.0)  # to begin with, where there is no recipe
+WITH_NORMS = ("resnet", "vit")  # of `threepass.models`; paper mode leaves out the curvature of norms
+
+
 def find(model: str, data: str) -> Recipe | None:
-    return RECIPES.get((re.sub(r"\d+$", "", model), data))
+    return RECIPES.get((_without_depth(model), data))
+
+
+def _find_or_start(model: str, data: str) -> Recipe:
+    """The recipe, or what to start with where there is none."""
+    mode = {"mode": "exact"} if _without_depth(model) in WITH_NORMS else {}
+    start = Recipe({}, {"strength": STRENGTHS[0]} | mode, {"strengths": STRENGTHS}, None)
+    return find(model, data) or start
+
+
+def _without_depth(model: str) -> str:
+    return re.sub(r"\d+$", "", model)
 
 
 def train_defaults(model: str, data: str, given: Collection[str]) -> Settings:
@@ -61,10 +78,10 @@ def train_defaults(model: str, data: str, given: Collection[str]) -> Settings:
     True
     >>> train_defaults("plain20", "cifar10", ["strength"])
     {'epochs': 200, 'lr': 0.01, 'schedule': 'step', 'augment': True}
+    >>> train_defaults("resnet20", "cifar10", ["epochs"])
+    {'strength': 0.1, 'mode': 'exact'}
     """
-    recipe = find(model, data)
-    if recipe is None:
-        return {}
+    recipe = _find_or_start(model, data)
     settings = recipe.common | recipe.third
     replaced = {
         "strength": ("alpha", "alpha_end", "reduction", "sam", "eta_over_alpha"),
@@ -84,9 +101,36 @@ def compare_defaults(model: str, data: str, given: Collection[str]) -> Settings:
     >>> compare_defaults("plain20", "cifar10", ["epochs"])["alphas"]
     (0.1,)
     """
-    recipe = find(model, data)
-    if recipe is None:
-        return {}
+    recipe = _find_or_start(model, data)
     methods = {} if {"alphas", "strengths"} & {*given} else {"alphas": (), "strengths": ()} | recipe.methods
     shared = recipe.common | {name: value for name, value in recipe.third.items() if name == "mode"}
     return {name: value for name, value in (shared | methods).items() if name not in given}
+
+
+def choice_in_words(model: str, data: str, chosen: Settings) -> str:
+    """What was chosen for the flags that a user left out, and why.
+
+    >>> choice_in_words("vit", "mnist", train_defaults("vit", "mnist", ()))
+    'no recipe for vit on mnist: strength 0.1, mode exact, to start with at the learning rate of plain training'
+    """
+    words = ", ".join(f"{name} {_shown(value)}" for name, value in chosen.items() if value != ())
+    if find(model, data) is not None:
+        return f"recipe of {model} on {data}: {words}"
+    third = {"strength", "strengths"} & {*chosen}
+    why = ", to start with at the learning rate of plain training" if third else ""
+    return f"no recipe for {model} on {data}: {words}{why}"
+
+
+def alpha_in_words(config: Config) -> str | None:
+    """What alpha does to the learning rate of plain training, where it acts like another one."""
+    acts = config.strength is None and 0 < config.alpha < 1 and config.optimizer == "sgd" and not config.eta_over_alpha
+    if not acts:
+        return None
+    return (
+        f"alpha {config.alpha:g} multiplies backpropagation's gradient too: lr {config.lr:g} acts like "
+        f"{config.lr * config.alpha:g} in plain training (--eta-over-alpha divides lr by alpha, as the paper does)"
+    )
+
+
+def _shown(value: Any) -> str:
+    return " ".join(f"{v:g}" for v in value) if isinstance(value, tuple) else str(value)

@@ -122,6 +122,11 @@ class Trainer:
             self.average.put()
         return self.history
 
+    @property
+    def where(self) -> str:
+        """The position, in words."""
+        return f"after {self.epoch} epochs and {self.done} batches"
+
     def _finished(self) -> bool:
         c = self.config
         reached = c.epsilon is not None and bool(self.history) and self.history[-1]["E"] <= c.epsilon
@@ -206,8 +211,9 @@ class Trainer:
             "val_loss": validation["loss"],
             "val_input_loss": validation["input_loss"],
             "lr": self.steps.schedule.lr(last),
-            "alpha": self.steps.schedule.alpha(last),
         }
+        if self.config.strength is None:
+            metrics["alpha"] = self.steps.schedule.alpha(last)
         if self.metric is not None:
             name = name_of(self.metric)
             metrics |= {f"train_{name}": train["metric"] / n, f"val_{name}": validation["metric"]}

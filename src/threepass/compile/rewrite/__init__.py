@@ -5,10 +5,10 @@
     recompute   signals that passes 2 and 3 recompute, so that they need not be kept
     gates       pass 3's gates of rectifiers, read off pass 2's errors
     sums        reductions, each taken once and early
-    fuse_*      kernels of our own where they are faster
+    fuse_*      kernels of our own where they are faster, in place of the formulas that rules offer (`fusible.py`)
     strides     independence of the strides that the traced tensors had
 
-`graph` has what they do to nodes, `match` finds what a rule wrote.
+`graph` has what they do to nodes, `neighbours` what they ask of the nodes next to one.
 """
 
 import torch
@@ -20,6 +20,7 @@ from .fuse_batch_norm import fuse_batch_norms
 from .fuse_conv import fuse
 from .fuse_layer_norm import fuse_layer_norms
 from .gates import mark_gates
+from .graph import write_out_formulas
 from .mixes import open_mixes, share_mixes
 from .products import take_products_early, write_out_alphas, write_out_thin_products
 from .recompute import activate_again, forget, rectify_again
@@ -45,6 +46,7 @@ def apply(graph: GraphModule, kernels: bool) -> None:
         pack_errors(graph.graph)
         keep_gated_sums(graph.graph)
         fuse_batch_norms(graph.graph)
+        write_out_formulas(graph.graph)
     for node in again:
         if node.target is _aten.convolution.default:  # `share_sums` would find that it is there already
             node.target = torch.ops.threepass.convolution.default

@@ -6,42 +6,34 @@ the weight downstream: kept since pass 1, u would be an eighth of a ViT's memory
 The other GELUs, in half formats on a GPU, are decomposed with one exponential (`half_gelu.py`).
 """
 
-import functools
 import operator
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from ..._torch_compat import make_fx, to_copy
+from ..._torch_compat import to_copy
 from ...kernels import activation
-from ...kernels.activation import half_gelu
-from .graph import call, put, value_of
-from .match import column_sums, is_made_where_read, match, source, widen
-from .recompute import ACTIVATIONS
+from ...kernels.activation import KINDS, half_gelu
+from .graph import call, only_reader, put, value_of
+from .neighbours import column_sums, is_made_where_read, widen
 
 _aten = torch.ops.aten
-_add, _mul, _mm, _copy = _aten.add.Tensor, _aten.mul.Tensor, _aten.mm.default, to_copy.default
-_FORWARD = {backward: forward for forward, backward in ACTIVATIONS.items()}
+_add, _mm, _copy = _aten.add.Tensor, _aten.mm.default, to_copy.default
 _IN_HALF = {_aten.gelu.default: half_gelu.gelu, _aten.gelu_backward.default: half_gelu.gelu_backward}
 
 
 def fuse_activations(graph: Graph) -> None:
     for node in list(graph.nodes):
-        if node.target in _FORWARD:
-            _fuse(graph, node)
+        for kind, f in KINDS.items():
+            if node.target is f.backward and node.kwargs == f.options:
+                _fuse(graph, node, kind)
     for node in graph.nodes:
         if node.target in _IN_HALF and not node.kwargs and half_gelu.pays(value_of(node)):
             put(node, _IN_HALF[node.target], node.args)
 
 
-def _kind(node: Any) -> str:
-    if node.target is _aten.silu_backward.default:
-        return "silu"
-    return "gelu" if node.kwargs.get("approximate", "none") == "none" else "gelu-tanh"
-
-
-def _fuse(graph: Graph, node: Any) -> None:
+def _fuse(graph: Graph, node: Any, kind: str) -> None:
     """The call in place of f'(a) r, or of that and f''(a) d t."""
     r, a = node.args
     d, t, errors = _bend_after(node, a) or (None, None, [node])
@@ -51,9 +43,9 @@ def _fuse(graph: Graph, node: Any) -> None:
     early = all(z < node for z in signals)
     if not sums or not early or not fits or any(map(is_made_where_read, signals[1:])):
         return
-    again = [] if d is None else _made_again(node, a)
+    again = [] if d is None else _made_again(node, a, KINDS[kind].value)
     with graph.inserting_before(node):
-        arguments = (r, a, _kind(node), d, t, bool(again))
+        arguments = (r, a, kind, d, t, bool(again))
         whole = call(graph, torch.ops.threepass.activation_error.default, arguments)
         e, total, u = (call(graph, operator.getitem, (whole, i)) for i in range(3))
     for n in sums:
@@ -66,35 +58,19 @@ def _fuse(graph: Graph, node: Any) -> None:
 
 def _bend_after(node: Any, a: Any) -> tuple[Any, Any, list[Any]] | None:
     """d, t and the sums e, in the format in which they are read, of which the node is the first term."""
-    total = next(iter(node.users)) if len(node.users) == 1 else None
-    found: dict[str, Any] = {}
-    if total is None or total.kwargs or not match((_add, node, _curve(_kind(node))), total, found, {}):
+    total = only_reader(node, _add)
+    curve = None if total is None or total.kwargs else total.args[1]
+    if curve is None or curve.target is not activation.curve.op or curve.args[2] is not a:
         return None
-    if source(found["a"]) is not a:
-        return None
+    d, t, *_ = curve.args
     readers = list(total.users)
     narrow = readers and all(n.target is _copy and n.kwargs == {"dtype": value_of(a).dtype} for n in readers)
-    return source(found["d"]), source(found["t"]), readers if narrow else [total]
+    return d, t, readers if narrow else [total]
 
 
-@functools.cache
-def _curve(kind: str) -> tuple[Any, ...]:
-    """What the rule writes for f''(a) d t."""
-    *_, second = activation.KINDS[kind]
-    nodes = make_fx(second)(torch.ones(1)).graph.nodes
-    known: dict[Node, Any] = {}
-    for n in nodes:
-        if n.op == "call_function":
-            known[n] = (n.target, *torch.fx.map_arg(n.args, known.__getitem__))
-        elif n.op == "placeholder":
-            known[n] = "a"
-    (result,) = (n.args[0] for n in nodes if n.op == "output")
-    return (_mul, (_mul, known[result], "t"), "d")
-
-
-def _made_again(node: Any, a: Any) -> list[Any]:
+def _made_again(node: Any, a: Any, value: Any) -> list[Any]:
     """Where u is made for nothing but products that can wait until here."""
-    made = [n for n in a.users if n.target is _FORWARD[node.target] and n.kwargs == node.kwargs]
+    made = [n for n in a.users if n.target is value and n.kwargs == node.kwargs]
     waiting = []
     for u in made:
         views = [n for n in u.users if n.target is _aten.view.default]

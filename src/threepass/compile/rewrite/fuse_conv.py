@@ -20,10 +20,10 @@ from torch.fx import Graph
 
 from ...kernels import conv
 from ...kernels.batch_norm import rectified
-from ...kernels.conv import LIMITLESS, PIXELS, PIXELS_OF_WEIGHT, THIN, few, is_3x3
+from ...kernels.conv import LIMITLESS, PIXELS, PIXELS_OF_WEIGHT, THIN, Geometry, few
 from .gates import gated, marked
 from .graph import call, put, value_of
-from .match import widen
+from .neighbours import widen
 
 _aten = torch.ops.aten
 _GATES = (marked, _aten.threshold_backward.default)
@@ -40,7 +40,7 @@ def fuse(graph: Graph) -> None:
 def _fits_forward(node: Any) -> bool:
     a, w = value_of(node.args[0]), value_of(node.args[1])
     return (
-        is_3x3(*node.args[3:9])
+        Geometry(*node.args[3:9]).is_ours
         and conv.fits(node.args[3][0], a, weight=w.shape)
         and a.dtype == w.dtype
         and few(w, value_of(node), LIMITLESS if w.shape[1] <= THIN else PIXELS if _gate_after(node) else 0)
@@ -52,7 +52,7 @@ def _fits_backward(node: Any) -> bool:
     mask = list(node.args[10])
     closed = mask[0] and any(_error_gate(result) for result in node.users)
     return (
-        is_3x3(*node.args[4:10])
+        Geometry(*node.args[4:10]).is_ours
         and conv.fits(node.args[4][0], d, a, weight=w.shape)
         and d.dtype == w.dtype
         and mask in ([True, False, False], [False, True, False])

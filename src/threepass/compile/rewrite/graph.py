@@ -7,13 +7,19 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ..._torch_compat import FakeTensorMode, arguments_of, to_copy, tree_map
+from ..._torch_compat import FakeTensor, FakeTensorMode, arguments_of, to_copy, tree_leaves, tree_map
+from ...kernels.fusible import FORMULAS
 
 
-def is_elementwise(node: Node) -> bool:
+def is_elementwise(node: Any) -> bool:
     """Whether the compiler would make a node's value where it is read."""
     known = node.target is to_copy.default or getattr(node.target, "is_view", False)
-    return known or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return known or is_pointwise(node)
+
+
+def is_pointwise(node: Any) -> bool:
+    """Whether a node is an elementwise function of its operands; so is what formulas end with."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in FORMULAS
 
 
 def is_ours(node: Node) -> bool:
@@ -34,9 +40,15 @@ def is_random(node: Any) -> bool:
 def call(graph: Graph, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> Node:
     """A new node, with its value: passes read shapes and strides off their operands."""
     node = graph.call_function(target, args, kwargs or {})
-    with FakeTensorMode(), torch.no_grad():
+    with _fake_mode_of(node), torch.no_grad():
         node.meta["val"] = target(*map_arg(args, _image), **map_arg(kwargs or {}, _image))
     return node
+
+
+def _fake_mode_of(node: Node) -> Any:
+    """The fake mode of a node's arguments: with dynamic shapes, the one that knows their symbols."""
+    values = (z for n in node.all_input_nodes for z in tree_leaves(n.meta["val"]))
+    return next((z.fake_mode for z in values if isinstance(z, FakeTensor)), None) or FakeTensorMode()
 
 
 def _image(node: Node) -> Any:
@@ -55,3 +67,15 @@ def put(node: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> N
 
 def value_of(node: Any) -> Tensor:
     return node.meta["val"]
+
+
+def only_reader(node: Any, target: Any) -> Any:
+    """The one reader of a node, if it calls the target."""
+    readers = [] if node is None else list(node.users)
+    return readers[0] if len(readers) == 1 and readers[0].target is target else None
+
+
+def write_out_formulas(graph: Graph) -> None:
+    """Shows the compiler the formulas that no kernel has replaced."""
+    for node in graph.nodes:
+        node.target = FORMULAS.get(node.target, node.target)

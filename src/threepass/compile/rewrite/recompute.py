@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..._torch_compat import batch_norm_functional, batch_norm_legit
+from ...kernels.activation import KINDS
 from ...kernels.batch_norm import rectified
 from ...numerics.precision import HALF, accumulate_dtype
 from .graph import call
@@ -56,17 +57,17 @@ def _put_again(graph: Graph, u: Node, reader: Node, target: Any, args: tuple[Any
     reader.replace_input_with(u, again)
 
 
-ACTIVATIONS = {_aten.gelu.default: _aten.gelu_backward.default, _aten.silu.default: _aten.silu_backward.default}
+_BACKWARD = {f.value: f.backward for f in KINDS.values()}
 
 
 def activate_again(graph: Graph) -> None:
     """Behind pass 2, smooth activations from their inputs, which their tangents read anyhow."""
     place = {n: i for i, n in enumerate(graph.nodes)}
     for u in list(graph.nodes):
-        if u.target not in ACTIVATIONS:
+        if u.target not in _BACKWARD:
             continue
         (z,) = u.all_input_nodes
-        error, *tangents = sorted(place[n] for n in z.users if n.target is ACTIVATIONS[u.target]) or [len(place)]
+        error, *tangents = sorted(place[n] for n in z.users if n.target is _BACKWARD[u.target]) or [len(place)]
         for n in [n for n in u.users if tangents and place[n] > error]:
             if getattr(n.target, "is_view", False) and n.users:  # exact mode's second product reads a view of u
                 min(n.users, key=lambda user: place[user]).prepend(n)

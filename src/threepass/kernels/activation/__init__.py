@@ -8,30 +8,47 @@
 a, r, d, t, e, u: (..., C); sums: (C). f: see `KINDS`. Each signal is read once. This is a custom operation, opaque to
 the compiler, because Inductor would compute the sums in a second kernel that reads e again. Where `fits` holds it is a
 Triton kernel (`triton_kernel.py`), else plain PyTorch.
+
+f''(a) d t alone is `curve`, which the rules call.
 """
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.library import custom_op
-from torch.nn import functional as F
 
+from ..._torch_compat import OpOverload
 from ...numerics.precision import accumulate_dtype
 from .. import runs_on
+from ..fusible import fusible
 from .derivatives import gelu_second, gelu_tanh_second, silu_second
 
 _aten = torch.ops.aten
 
-KINDS: dict[str, tuple[Callable[..., Tensor], ...]] = {  # f, r -> f'(a) r, f''
-    "gelu": (F.gelu, _aten.gelu_backward.default, gelu_second),
-    "gelu-tanh": (
-        lambda a: F.gelu(a, approximate="tanh"),
-        lambda r, a: _aten.gelu_backward(r, a, approximate="tanh"),
-        gelu_tanh_second,
-    ),
-    "silu": (F.silu, _aten.silu_backward.default, silu_second),
+
+class Kind(NamedTuple):
+    """An activation u = f(a), by PyTorch's own operations: a -> f(a), (r, a) -> f'(a) r; second: a -> f''(a)."""
+
+    value: OpOverload
+    backward: OpOverload
+    second: Callable[[Tensor], Tensor]
+    options: dict[str, Any]  # keyword arguments of both operations
+
+
+KINDS = {
+    "gelu": Kind(_aten.gelu.default, _aten.gelu_backward.default, gelu_second, {}),
+    "gelu-tanh": Kind(_aten.gelu.default, _aten.gelu_backward.default, gelu_tanh_second, {"approximate": "tanh"}),
+    "silu": Kind(_aten.silu.default, _aten.silu_backward.default, silu_second, {}),
 }
+
+
+@fusible("activation_curve")
+def curve(d: Tensor, t: Tensor, a: Tensor, kind: str) -> Tensor:
+    """f''(a) d t"""
+    exact = accumulate_dtype(a.dtype)
+    return (KINDS[kind].second(a.to(exact)) * t.to(exact)).conj() * d.to(exact)
 
 
 def fits(a: Tensor, *signals: Tensor) -> bool:
@@ -71,9 +88,9 @@ def _empty(a: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 def _plain(r, a, kind, d, t, again) -> tuple[Tensor, Tensor, Tensor]:
     """The operation in plain PyTorch."""
-    value, backward, second = KINDS[kind]
-    r, d, t = (None if z is None else z.to(accumulate_dtype(z.dtype)) for z in (r, d, t))
-    exact = a.to(r.dtype)
-    e = backward(r, exact) if d is None else backward(r, exact) + second(exact) * t * d
+    f = KINDS[kind]
+    exact = accumulate_dtype(a.dtype)
+    e = f.backward(r.to(exact), a.to(exact), **f.options)
+    e = e if d is None else e + curve(d, t, a, kind)
     sums = e.sum(list(range(a.dim() - 1)))
-    return e.to(a.dtype).contiguous(), sums, value(a).contiguous() if again else a.new_empty(0)
+    return e.to(a.dtype).contiguous(), sums, f.value(a, **f.options).contiguous() if again else a.new_empty(0)

@@ -10,7 +10,7 @@ moments         of a tangent, or an error, z:  sum z,  sum x̂ z,  and with d an
 gated_moments   the first two of a residual block's error z, which is computed on the way as by `gated_sum`
 
 x̂ = (a - mean) rstd of the norm's input a; sums are rows of channels, in float32 or wider, all sums of a
-tensor in one read of it. A scale w of zero counts as a tiny one (`scale.py`). Custom operations, opaque to
+tensor in one read of it. A scale w of zero counts as a tiny one (`norm.not_zero`). Custom operations, opaque to
 the compiler: Inductor would also read the tensor once, but finish each sum in a separate kernel. Where `fits` or
 `can_gate` holds they are Triton kernels (`triton_kernel.py`), else plain PyTorch.
 """
@@ -21,7 +21,7 @@ from torch.library import custom_op
 
 from ...numerics.precision import accumulate_dtype
 from .. import runs_on
-from .scale import not_zero
+from ..norm import not_zero
 
 DIMS = [0, 2, 3]
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import multiprocessors, on_its_device
-from .scale import TINY
+from ..norm import TINY
 
 PROGRAMS = 2  # on each multiprocessor
 CHANNELS, BYTES = 64, 8192  # of a tile, at most

@@ -16,7 +16,7 @@ else plain PyTorch.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,14 +49,26 @@ def fits(stride: int, *tensors: Tensor, weight: Sequence[int]) -> bool:
     )
 
 
-def pays(a: Tensor, w: Tensor, z: Tensor, *how: Any) -> bool:
+class Geometry(NamedTuple):
+    """The arguments of `aten.convolution` behind its bias, in their order."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    output_padding: Sequence[int]
+    groups: int
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the kernels take a 3 x 3 convolution with these."""
+        plain = list(self.dilation) == [1, 1] and not self.transposed and self.groups == 1
+        return plain and list(self.padding) == [1, 1] and list(self.stride) in ([1, 1], [2, 2])
+
+
+def pays(a: Tensor, w: Tensor, z: Tensor, how: Geometry) -> bool:
     """Whether our kernels take a convolution z of a, and are as fast as the framework's."""
-    return is_3x3(*how) and fits(how[0][0], a, weight=w.shape) and a.dtype == w.dtype and few(w, z, PIXELS)
-
-
-def is_3x3(stride, padding, dilation, transposed, _, groups) -> bool:
-    same = list(padding) == [1, 1] and list(dilation) == [1, 1] and not transposed and groups == 1
-    return same and len(stride) == 2 and stride[0] == stride[1] and stride[0] in (1, 2)
+    return how.is_ours and fits(how.stride[0], a, weight=w.shape) and a.dtype == w.dtype and few(w, z, PIXELS)
 
 
 def few(w: Tensor, z: Tensor, most: int) -> bool:

@@ -26,7 +26,7 @@ from torch.library import custom_op
 
 from ...numerics.precision import HALF, accumulate_dtype
 from ...numerics.rounding import rounded_randomly
-from .. import runs_on
+from .. import norm, runs_on
 
 _COLUMNS = 4096
 
@@ -100,15 +100,12 @@ def _plain(t, t_2, a, d, w, b, ratio, eps, dtype, seed, mixes, keeps) -> tuple[T
     t = t if t_2 is None else t + t_2
     if t_sum.numel():
         t_sum.copy_(t)
-    a, t = (z.to(accumulate_dtype(z.dtype)) for z in (a, t))
-    var, mean = torch.var_mean(a, -1, correction=0, keepdim=True)
-    rstd = (var + eps).rsqrt()
-    x = (a - mean) * rstd
-    t = rstd * (t - t.mean(-1, keepdim=True) - x * (x * t).mean(-1, keepdim=True))
+    x, rstd, _ = norm.normalized(a, [-1], eps)
+    t = norm.jacobian(t, x, rstd, [-1], True)
     t_u.copy_(t if w is None else t * w)
     if mixes:
         u = x if w is None else x * w
-        mix = (u if b is None else u + b).to(dtype).to(a.dtype) + ratio * t_u
+        mix = (u if b is None else u + b).to(dtype).to(x.dtype) + ratio * t_u
         position = torch.arange(mix.numel(), device=mix.device).view(mix.shape)
         m.copy_(rounded_randomly(mix, position, seed, dtype) if dtype in HALF else mix)
     if d is not None:
@@ -156,23 +153,11 @@ def _empty_bend(a: Tensor, r: Tensor | None, dtype: torch.dtype, sums: bool) -> 
 def _plain_bend(a, t, d, r, r_2, w, eps, dtype, sums) -> tuple[Tensor, Tensor]:
     """The operation in plain PyTorch."""
     bent, gradients = _empty_bend(a, r, dtype, sums)
-    a, t, d = (z.to(accumulate_dtype(z.dtype)) for z in (a, t, d))
-    var, mean = torch.var_mean(a, -1, correction=0, keepdim=True)
-    rstd = (var + eps).rsqrt()
-    x = (a - mean) * rstd
-
-    def along(z: Tensor, other: Tensor) -> Tensor:
-        return (z * other).mean(-1, keepdim=True)
-
-    def jacobian(z: Tensor) -> Tensor:
-        return rstd * (z - z.mean(-1, keepdim=True) - x * along(x, z))
-
-    g = d if w is None else d * w
-    d_a = jacobian(g)
-    total = -rstd * (x * along(d_a, t) + along(x, t) * d_a + along(x, g) * jacobian(t))
+    x, rstd, _ = norm.normalized(a, [-1], eps)
+    total = norm.curved(d, t, w, x, rstd, [-1], True)
     if r is not None:
-        r = r.to(accumulate_dtype(r.dtype))
-        total = total + jacobian(r if w is None else r * w)
+        r = r.to(x.dtype)
+        total = total + norm.pulled(r, w, x, rstd, [-1], True)
     bent.copy_(total)
     bent = bent if r_2 is None else (bent + r_2).to(dtype)
     if r is not None:

@@ -49,6 +49,12 @@ class Scale:
     def epochs_of(self, planned: int) -> int:
         return planned if self.epochs is None else self.epochs
 
+    def replaced_by(self, given: "Scale") -> "Scale":
+        """This scale, with those numbers in it that are given."""
+        return dataclasses.replace(
+            self, **{name: value for name, value in dataclasses.asdict(given).items() if value is not None}
+        )
+
 
 QUICK = Scale(seeds=1, epochs=5, examples=1000, width=4)
 

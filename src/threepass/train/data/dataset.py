@@ -110,6 +110,8 @@ def make_split(x: Any, y: Any, what: str) -> Split:
         x, y = torch.as_tensor(x), torch.as_tensor(y)
     except TypeError as error:
         raise DataError(f"{what}: x and y must be numbers, got arrays of {x.dtype} and {y.dtype}") from error
+    if x.dim() and y.dim() and len(x) != len(y):
+        raise DataError(f"{what}: x has {len(x)} examples and y has {len(y)}")
     dims = (1, 2) if y.is_floating_point() else (1,)
     if x.dim() == 0 or len(x) == 0 or y.shape[:1] != x.shape[:1] or y.dim() not in dims or x.dim() not in (2, 3, 4):
         raise DataError(

@@ -1,6 +1,7 @@
 """`load`: a data set by name, or from arrays in files."""
 
 import contextlib
+import difflib
 import os
 import zipfile
 import zlib
@@ -44,8 +45,12 @@ def load(name: str | Path, root: str | Path | None = None, download: bool = Fals
         return _from_arrays(_folder(path), path.name, device)
     if path.suffix == ".npz" and path.is_file():
         return _from_arrays(_read_npz(path), path.stem, device)
+    if path.suffix == ".npz":
+        raise FileNotFoundError(f"there is no file {path}")
+    near = difflib.get_close_matches(str(name), NAMES, 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
     raise FileNotFoundError(
-        f"{str(name)!r} is neither a folder, nor a .npz file, nor one of the sets {', '.join(NAMES)}"
+        f"{str(name)!r} is neither a folder, nor a .npz file, nor one of the sets {', '.join(NAMES)}{hint}"
     )
 
 
@@ -103,7 +108,7 @@ def _read_npz(file: Path) -> dict[str, np.ndarray]:
             raise DataError(f"{file} holds one array and no names: write it with numpy.savez(file, x_train=..., ...)")
         missing = [key for key in KEYS if key not in archive]
         if missing:
-            raise DataError(f"{file} lacks {', '.join(missing)}")
+            raise DataError(f"{file} lacks {', '.join(missing)}; it has {', '.join(archive) or 'no arrays'}")
         return {key: _part(archive, key, file) for key in KEYS}
 
 

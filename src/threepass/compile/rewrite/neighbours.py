@@ -1,7 +1,4 @@
-"""Finding what a rule wrote in a captured step's graph, and putting something else there.
-
-A pattern is (operation, *arguments); a name stands for any argument, the same one wherever it occurs.
-"""
+"""What is next to a node of a captured step's graph: the formats that its readers take, and the sums of its value."""
 
 from typing import Any
 
@@ -9,25 +6,10 @@ import torch
 from torch.fx import Graph, Node
 
 from ..._torch_compat import to_copy, unsafe_view
-from .graph import call, value_of
+from .graph import call, is_pointwise, value_of
 
 _aten = torch.ops.aten
 _copy = to_copy.default
-
-
-def match(pattern: Any, value: Any, found: dict[str, Any], inner: dict[Any, Any]) -> bool:
-    """Whether value is what the pattern says. found: what a name stands for; inner: the pattern of each node."""
-    if isinstance(pattern, str):
-        return found.setdefault(pattern, value) == value
-    if not isinstance(pattern, (tuple, list)):
-        return pattern == value
-    if isinstance(pattern, tuple):
-        if not isinstance(value, Node) or value.target is not pattern[0]:
-            return False
-        inner[value] = pattern
-        pattern, value = pattern[1:], value.args
-    same = isinstance(value, (tuple, list)) and len(pattern) == len(value)
-    return same and all(match(p, v, found, inner) for p, v in zip(pattern, value, strict=True))
 
 
 def source(z: Any) -> Any:
@@ -72,4 +54,4 @@ def is_made_where_read(z: Any) -> bool:
     """Whether the compiler would make z inside what alone reads it."""
     while len(z.users) == 1 and (getattr(z.target, "is_view", False) or z.target is unsafe_view.default):
         z = z.args[0]
-    return len(z.users) == 1 and torch.Tag.pointwise in getattr(z.target, "tags", ())
+    return len(z.users) == 1 and is_pointwise(z)

@@ -1,0 +1,176 @@
+"""Fine-tunes MiniLM on TREC-6 and SST-2: plain training, three passes in both modes, R-Drop, FreeLB and SAM.
+
+    python benchmarks/fine_tuning --data DIR --device cuda --out results/fine-tuning/runs.jsonl
+
+For each task and number of training examples (100, 500, all), every method's learning rate and strength are chosen by
+the accuracy on the validation set with a seed of their own (SEARCH); then seeds 0, 1, 2 are run with them, and measured
+on the test set: clean, with words left out, with typing errors, with noise on the embeddings. "plain, 2x" is plain
+training with twice the steps, for the methods that cost twice as much.
+
+A run is a line of the file; runs that are there are not made again. Several processes may work on one file, each on a
+share of the cells: --share 2/6. Page: docs/fine-tuning.md.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from methods import VALUES, make_step
+from tasks import TASKS, Classifier, Example, Task, Words, accuracies, accuracy, load, model_folder
+
+import threepass
+
+SIZES: dict[str, int] = {"100": 150, "500": 400, "all": 800}  # training examples -> steps
+RATES = (3e-5, 1e-4)
+SEARCH, SEEDS = 100, (0, 1, 2)
+BATCH, WEIGHT_DECAY, WARM_UP, CLIP = 32, 0.01, 0.1, 1.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A task, a number of examples and a method: its search and its runs."""
+
+    task: str
+    size: str
+    method: str
+    longer: int = 1
+
+    @property
+    def title(self) -> str:
+        return self.method if self.longer == 1 else f"{self.method}, {self.longer}x"
+
+
+@dataclass(frozen=True)
+class Setting:
+    cell: Cell
+    rate: float
+    value: float
+    seed: int
+
+    @property
+    def key(self) -> dict:
+        return asdict(self.cell) | {"rate": self.rate, "value": self.value, "seed": self.seed}
+
+
+def cells() -> Iterator[Cell]:
+    """Small sets first: they are quick, and tell most."""
+    for size in SIZES:
+        for task in TASKS:
+            for method in VALUES:
+                yield Cell(task, size, method)
+            yield Cell(task, size, "plain", longer=2)
+
+
+class Runs:
+    """The lines of the file: one a run."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self.records = [json.loads(line) for line in lines]
+
+    def find(self, setting: Setting) -> dict | None:
+        return next((r for r in self.records if all(r[k] == v for k, v in setting.key.items())), None)
+
+    def add(self, record: dict) -> None:
+        self.records.append(record)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+class Study:
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.runs, self.folder = args, Runs(args.out), args.model or model_folder()
+        self.tasks: dict[str, Task] = {name: load(name, args.data) for name in TASKS}
+        self.words = {name: Words(self.folder, length, args.device) for name, length in TASKS.items()}
+        self.end = time.monotonic() + 60 * args.minutes
+
+    def run(self) -> None:
+        index, of = map(int, self.args.share.split("/"))
+        for cell in list(cells())[index - 1 :: of]:
+            searched = [self.result(Setting(cell, rate, v, SEARCH)) for rate in RATES for v in VALUES[cell.method]]
+            best = max(searched, key=lambda r: r["validation"])
+            for seed in SEEDS:
+                self.result(Setting(cell, best["rate"], best["value"], seed))
+
+    def result(self, setting: Setting) -> dict:
+        """The record of a run, which is made if there is none."""
+        record = self.runs.find(setting)
+        if record is None:
+            if time.monotonic() > self.end:
+                raise SystemExit(f"the time is over; {len(self.runs.records)} runs are in {self.args.out}")
+            record = setting.key | self.train(setting)
+            self.runs.add(record)
+            told = f"validation {record['validation']:.1f}, test {record['test']['clean']:.1f}"
+            cell = setting.cell
+            print(f"{cell.task} {cell.size} {cell.title} {setting.rate:g} {setting.value:g}: {told}", flush=True)
+        return record
+
+    def train(self, setting: Setting) -> dict:
+        cell, device = setting.cell, self.args.device
+        task, words = self.tasks[cell.task], self.words[cell.task]
+        torch.manual_seed(setting.seed)
+        model = Classifier(self.folder, task.classes).to(device).train()
+        step = make_step(cell.method, model, setting.value, device != "cpu")
+        optimizer = torch.optim.AdamW(model.parameters(), setting.rate, weight_decay=WEIGHT_DECAY)
+        steps = max(2, round(cell.longer * SIZES[cell.size] * self.args.scale))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: share_of_rate(i, steps))
+        examples = task.examples(None if cell.size == "all" else int(cell.size), setting.seed)
+        began = time.perf_counter()
+        for batch in batches(examples, steps, setting.seed):
+            optimizer.zero_grad()
+            step(*words(batch))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            schedule.step()
+        seconds = time.perf_counter() - began
+        most = None if self.args.scale == 1 else 50
+        return {
+            "steps": steps,
+            "seconds": seconds,
+            "validation": accuracy(model, words, task.validation[:most]),
+            "test": accuracies(model, words, task.test[:most]),
+            "versions": {"torch": torch.__version__, "threepass": threepass.__version__},
+        }
+
+
+def share_of_rate(step: int, steps: int) -> float:
+    """Linear warm-up, then linear decay to zero."""
+    warm = max(1, math.ceil(WARM_UP * steps))
+    return min((step + 1) / warm, (steps - step) / max(1, steps - warm))
+
+
+def batches(examples: list[Example], steps: int, seed: int) -> Iterator[list[Example]]:
+    """Epoch after epoch, each in an order of its own; a last, smaller batch is left out."""
+    draw, done, size = torch.Generator().manual_seed(seed), 0, min(BATCH, len(examples))
+    while True:
+        order = torch.randperm(len(examples), generator=draw).tolist()
+        for start in range(0, len(order) - size + 1, size):
+            if done == steps:
+                return
+            yield [examples[i] for i in order[start : start + size]]
+            done += 1
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="the folder of trec.train.txt and the others")
+    parser.add_argument("--model", type=Path, help="a folder with config.json, model.safetensors and tokenizer.json")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("results/fine-tuning/runs.jsonl"))
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no run is begun after so long")
+    parser.add_argument("--share", default="1/1", help="of the cells, for several processes")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="of the steps; below 1 also few test examples: a trial"
+    )
+    Study(parser.parse_args(arguments)).run()
+
+
+if __name__ == "__main__":
+    main()

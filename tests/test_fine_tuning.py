@@ -1,0 +1,105 @@
+"""benchmarks/fine_tuning with a tiny encoder: its methods, its runs, and going on from what is there."""
+
+import json
+import random
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks" / "fine_tuning"
+TEXTS = ["what is a cat", "who was it", "where do cats live", "how many are there", "when did it end", "why not"]
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield
+    for name in ("tasks", "methods"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory) -> Path:
+    """The folder of a tiny BERT: config.json, model.safetensors, tokenizer.json."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel
+
+    folder = tmp_path_factory.mktemp("encoder")
+    known = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *sorted({w for t in TEXTS for w in t.split()})])}
+    tokenizer = Tokenizer(models.WordLevel(known, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(0)
+    BertModel(BertConfig(vocab_size=len(known), **sizes), add_pooling_layer=False).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for name in ("trec.train", "trec.test", "sst2.train", "sst2.dev", "sst2.test"):
+        lines = [f"{i % 2} {TEXTS[i % len(TEXTS)]}" for i in range(40)]
+        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def gradients(method: str, value: float, encoder: Path, data: Path) -> list[torch.Tensor]:
+    import methods
+    import tasks
+
+    torch.manual_seed(0)
+    model = tasks.Classifier(encoder, 2).double().eval()  # no dropout
+    task = tasks.load("trec", data)
+    methods.make_step(method, model, value, False)(*tasks.Words(encoder, 8, "cpu")(task.train[:8]))
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.filterwarnings("ignore::threepass.errors.NormalizationWarning")
+@pytest.mark.parametrize("method", ["paper", "exact", "r-drop", "freelb", "sam"])
+def test_methods_of_strength_zero_are_plain_training(method, encoder, data):
+    plain = gradients("plain", 0.0, encoder, data)
+    # R-Drop at any weight: without dropout both predictions are the same.
+    ours = gradients(method, 1.0 if method == "r-drop" else 0.0, encoder, data)
+    torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-12)
+    if method != "r-drop":
+        stronger = gradients(method, 0.5, encoder, data)
+        assert any(not torch.allclose(a, b, rtol=1e-6, atol=1e-9) for a, b in zip(stronger, plain, strict=True))
+
+
+def test_trec_has_no_validation_set_of_its_own(encoder, data):
+    import tasks
+
+    trec, sst2 = tasks.load("trec", data), tasks.load("sst2", data)
+    assert (len(trec.train), len(trec.validation), len(trec.test)) == (36, 4, 40)
+    assert (len(sst2.train), len(sst2.validation), len(sst2.test)) == (40, 40, 40)
+    assert trec.examples(10, 1) == trec.examples(20, 1)[:10] != trec.examples(10, 2)
+
+
+def test_texts_are_changed_a_little():
+    import tasks
+
+    words = ["word"] * 1000
+    kept = tasks.drop_words(" ".join(words), random.Random(0)).split()
+    assert 700 < len(kept) < 900
+    wrong = tasks.add_typos(" ".join(words), random.Random(0)).split()
+    assert len(wrong) == 1000
+    assert 100 < sum(w != "word" for w in wrong) < 300
+
+
+@pytest.mark.filterwarnings("ignore::threepass.errors.NormalizationWarning")
+def test_cell_is_searched_then_run_with_three_seeds_and_never_twice(encoder, data, tmp_path, capsys):
+    out = tmp_path / "runs.jsonl"
+    main = runpy.run_path(str(FOLDER / "__main__.py"), run_name="fine_tuning")["main"]
+    words = ["--data", data, "--model", encoder, "--device", "cpu", "--out", out, "--scale", "0.01", "--share", "4/42"]
+    main([str(w) for w in words])
+    runs = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [r["seed"] for r in runs] == [100] * (len(runs) - 3) + [0, 1, 2]
+    best = max(runs[:-3], key=lambda r: r["validation"])
+    assert all((r["rate"], r["value"]) == (best["rate"], best["value"]) for r in runs[-3:])
+    assert set(runs[0]["test"]) == {"clean", "words left out", "typos", "embedding noise"}
+    main([str(w) for w in words])
+    assert len(out.read_text().splitlines()) == len(runs)

@@ -1,0 +1,45 @@
+"""The benchmark of losses on input gradients: its nets are exact, its methods agree, and a stopped run goes on."""
+
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+PACKAGES = {"schnet": "schnetpack", "painn": "schnetpack", "schnet-pyg": "torch_geometric"}
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("gradient_losses")
+
+
+@pytest.mark.filterwarnings("ignore")  # of the packages
+@pytest.mark.parametrize("name", ["schnet", "painn", "schnet-pyg", "discriminator", "siren", "resnet18"])
+def test_nets_are_exact(losses, name):
+    if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
+        pytest.skip(f"{PACKAGES[name]} is a requirement of the benchmark alone")
+    assert losses.exactness(name) < 1e-12
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path):
+    out = tmp_path / "tiny.json"
+    script = [sys.executable, str(BENCHMARKS / "gradient_losses.py"), "--size", "tiny", "--rounds", "1"]
+    for nets in (["siren"], ["siren", "discriminator"]):
+        command = [*script, "--nets", *nets, "--methods", "plain", "double", "func", "threepass", "--out", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        assert ("siren:" in done.stdout) == (nets == ["siren"])
+    found = json.loads(out.read_text())
+    assert list(found["nets"]) == ["siren", "discriminator"]
+    for entry in found["nets"].values():
+        for method in ("double", "func", "threepass"):
+            row = entry["methods"][method]
+            assert row["difference"] < 1e-5
+            assert min(row["median"], row["peak_bytes"]) > 0
