@@ -22,7 +22,7 @@ class Net(nn.Module):
         self.spare, self.frozen = nn.Linear(2, 2, bias=False), nn.Conv2d(4, 4, 1, bias=False).requires_grad_(False)
 
     def forward(self, x):
-        return self.head(F.dropout(self.frozen(self.norm(self.conv(x)) * self.gamma)).flatten(1))
+        return self.head(F.dropout(self.frozen(torch.hypot(self.norm(self.conv(x)), self.gamma))).flatten(1))
 
 
 def test_coverage_names_every_parameter_and_changes_nothing():
@@ -35,7 +35,7 @@ def test_coverage_names_every_parameter_and_changes_nothing():
         "conv.bias": ("conv2d", "fast"),
         "norm.weight": ("batch_norm", "fast"),
         "norm.bias": ("batch_norm", "fast"),
-        "gamma": ("mul", "generic"),
+        "gamma": ("hypot", "generic"),
         "head.bias": ("linear", "fast"),
         "head.parametrizations.weight.original0": ("linear", "fast"),
         "head.parametrizations.weight.original1": ("linear", "fast"),

@@ -17,7 +17,7 @@ def getitem(u: Tensor, a: Tensor, index) -> Linearization | None:
         return Linearization(push=lambda t: t[index], pull=lambda r: _placed(a, index, r))
     if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
         return None
-    return _selected(a, 0, torch.remainder(index, a.shape[0]))
+    return _selected(a, 0, torch.remainder(index, a.shape[0]).to(a.device))
 
 
 def _is_basic(index) -> bool:

@@ -120,7 +120,7 @@ def rows_as_index_select(func, values, spec):
     is_vector = isinstance(index, Tensor) and index.dim() == 1 and index.dtype in (torch.int64, torch.int32)
     if not is_vector or a.dim() == 0 or get_proxy_mode() is not None:
         return func, values, spec
-    rows = torch.where(index < 0, index + a.shape[0], index)
+    rows = torch.where(index < 0, index + a.shape[0], index).to(a.device)  # a[index] takes indices of the CPU too
     return torch.index_select, *flatten((a, 0, rows), {})
 
 
