@@ -65,7 +65,12 @@ def traced(problem: Problem) -> Step:
         (g,) = torch.autograd.grad(problem.inner(output, problem.y), leaf, create_graph=True)
         return output, g
 
-    graph = torch.compile(make_fx(output_and_gradient)(weights, problem.x), dynamic=False)
+    module = make_fx(output_and_gradient)(weights, problem.x)
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+        node.replace_all_uses_with(node.args[0])  # it cuts off derivatives of saved results
+        module.graph.erase_node(node)
+    module.recompile()
+    graph = torch.compile(module, dynamic=False)
 
     def step() -> Any:
         output, g = graph(weights, problem.x)
