@@ -208,6 +208,7 @@ def test_the_reasons_of_every_form_are_kept(monkeypatch):
         forms.best("sam", models.mlp(4, 3), [torch.randn(2, 4), torch.zeros(2).long(), torch.randn(2, 3)])
 
 
+@pytest.mark.usefixtures("fast_ceilings")
 def test_a_form_that_steps_in_says_for_which_and_why(monkeypatch):
     def refuse(*args, **kwargs):
         raise ValueError("not this one")

@@ -147,7 +147,9 @@ def test_compare_and_report(own_folder, capsys):
         assert f"report: runs/{name}/report.html" in capsys.readouterr().out
 
 
-def test_bench_writes_what_it_prints(own_folder, capsys):
+def test_bench_writes_what_it_prints(own_folder, capsys, monkeypatch):
+    rates = {"operations_per_second": 1e12, "bytes_per_second": 1e11}
+    monkeypatch.setattr("threepass.bench.case.ceilings", lambda device, dtype: rates)
     net = ["--model", "mlp", "--model-options", '{"sizes": [12, 8, 10]}', "--image", "2", "--batch", "4"]
     few = ["--methods", "paper,sam", "--no-best", "--rounds", "1", "--threads", "1", "--device", "cpu"]
     assert main(["bench", *net, *few, "--out", "new/one.json"]) == 0

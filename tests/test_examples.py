@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+FOLDER = Path(__file__).parents[1] / "examples"
+EXAMPLES = sorted([*FOLDER.glob("*.py"), *FOLDER.glob("*.ipynb")])
 ARGUMENTS = {
     "05_forces": ["--quick", "--out", "forces.json"],
     "06_distance": ["--quick", "--out", "distance.json"],
@@ -16,8 +17,20 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("script", EXAMPLES, ids=lambda p: p.stem)
-def test_example(script, tmp_path):
+def as_script(example: Path, folder: Path) -> Path:
+    """A script, or the cells of a notebook as one."""
+    if example.suffix == ".py":
+        return example
+    cells = [cell for cell in json.loads(example.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells), "clear the notebook's outputs"
+    script = folder / f"{example.stem}.py"
+    script.write_text("\n\n".join("".join(cell["source"]) for cell in cells))
+    return script
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
+def test_example(example, tmp_path):
+    script = as_script(example, tmp_path)
     source = Path(__file__).parents[1] / "src"
     done = subprocess.run(
         [sys.executable, str(script), *ARGUMENTS.get(script.stem, ())],

@@ -288,7 +288,7 @@ class InDouble(Interpreter):
             return super().run_node(node)
         if node.target is _ours.round.default:
             return self.env[node.args[0]]
-        if node.target is not _aten.view.dtype and not _is_fused_attention(node.target):
+        if node.target is not _aten.view.dtype and not _is_narrow_attention(node):
             args, kwargs = tree_map(_in_double, self.fetch_args_kwargs_from_env(node))
             if node.target in _HALF_TO_FLOAT:
                 args = (*args[:2], False)
@@ -302,9 +302,9 @@ class InDouble(Interpreter):
         return tree_map(_wide_if_tensor, node.target(*args, **kwargs))
 
 
-def _is_fused_attention(target: Any) -> bool:
-    """cuDNN's attention takes float64 without an error and returns NaN; the others have no float64."""
-    return "scaled_dot_product" in str(target)
+def _is_narrow_attention(node: Any) -> bool:
+    """Fused attention of a narrower format: cuDNN's takes float64 without an error and returns NaN; others refuse it."""
+    return "scaled_dot_product" in str(node.target) and node.args[0].meta["val"].dtype != torch.float64
 
 
 _HALF_TO_FLOAT = (aten_softmax.default, aten_log_softmax.default)  # their last argument is for half formats

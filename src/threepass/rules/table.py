@@ -139,6 +139,11 @@ def rule(
     return register
 
 
+def registered() -> dict[Any, Rule]:
+    """The operations that have a fast rule, and their rules."""
+    return dict(_RULES)
+
+
 def rule_for(func: Callable[..., Any]) -> Rule | None:
     return _RULES.get(func) or _RULES.get(key_of(func))
 
