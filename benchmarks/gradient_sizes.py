@@ -5,7 +5,7 @@
 The net and the loss, on energies and forces, are those of `eager_forces.py`, on the CPU. A program for each size is
 captured for the first batches only, as many as --static says, because each takes as long as the dynamic one. Of
 compiled steps the wall-clock seconds of the first call with each batch are given, compilation included; of all methods
-the CPU seconds of one thread for a later step with each batch, the least of all rounds, in which the methods take turns.
+the CPU seconds of one thread for a later step with each batch, the least of all rounds, in which methods take turns.
 """
 
 import argparse
