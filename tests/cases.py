@@ -95,13 +95,13 @@ def _class_token(s, x):
 
 def _radial(s, x):
     """Lengths, radial bases, gathers and scatters, as in nets on graphs; rows are 0 to 5."""
-    to, source = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 2], [1, 2, 0, 4, -1, 3, 5, 4]])
+    to, source = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 2], [1, 2, 0, 4, -1, 3, 5, 4]], device=x.device)
     length = (x[to] - x[source]).norm(dim=1, keepdim=True)
     filters = F.softplus(s.filters(torch.cat([length.sin(), (-length.square()).exp(), (1 + length**2).sqrt()], 1)))
     messages = s.embed(x).index_select(0, to) * filters * s.scale
     h = torch.zeros_like(x[:, :1]).expand(-1, 4).index_add(0, to, messages, alpha=0.5)
     h = h.scatter_add(0, to[:, None].expand_as(messages), messages.cos())
-    return s.head(h * h.gather(1, torch.tensor([[0, 3, 3, 1]]).expand(6, -1)))
+    return s.head(h * h.gather(1, torch.tensor([[0, 3, 3, 1]], device=x.device).expand(6, -1)))
 
 
 def _hyper(s, x):
