@@ -263,7 +263,7 @@ def crashing():
 """
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("together", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_crash_costs_one_result(together, tmp_path, monkeypatch, capsys):
     (tmp_path / "nets.py").write_text(NETS)
     path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH"), "src"])]

@@ -83,7 +83,8 @@ def test_the_graph_computes_what_the_step_does(name, mode):
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [("mlp", "exact"), ("plain", "paper"), ("resnet", "exact"), ("vit", "paper")]
+    ("name", "mode"),
+    [("mlp", "exact"), ("plain", "paper"), pytest.param("resnet", "exact", marks=pytest.mark.slow), ("vit", "paper")],
 )
 def test_compiled_is_eager_to_ten_digits(name, mode):
     model, x, y = problem(name)
@@ -396,7 +397,7 @@ def test_a_wrong_compiler_is_noticed(monkeypatch):
     same(everything(r), everything(threepass.three_pass(model, F.cross_entropy, x, y)), 0)
 
 
-@pytest.mark.parametrize(("mode", "most"), [("paper", 1.15), ("exact", 2.0)])
+@pytest.mark.parametrize(("mode", "most"), [("paper", 1.15), pytest.param("exact", 2.0, marks=pytest.mark.slow)])
 def test_the_memory_of_a_compiled_rectifier_net(mode, most):
     """Relative to plain training: bytes that the allocator hands out, with Inductor's own plan of buffers."""
     torch.manual_seed(0)

@@ -181,7 +181,7 @@ def test_rewritten_graphs_pass_for_many_weights(name, precision, mode):
         check(program.plain, lambda values: program.graph(*values), values, len(program.state))
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16 autocast"])
+@pytest.mark.parametrize("precision", [pytest.param("float32", marks=pytest.mark.slow), "bf16 autocast"])
 def test_a_compiled_step_with_dropout_passes(precision):
     captured = Problem(precision).capture()
     assert captured.program.draws

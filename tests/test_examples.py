@@ -15,6 +15,8 @@ ARGUMENTS = {
     "07_gan": ["--quick", "--out", "gan.json"],
     "forces_data": ["ethanol.npz", "2"],
 }
+SLOW = ("06_distance", "07_gan")
+CASES = [pytest.param(e, id=e.stem, marks=pytest.mark.slow if e.stem in SLOW else ()) for e in EXAMPLES]
 
 
 def as_script(example: Path, folder: Path) -> Path:
@@ -28,7 +30,7 @@ def as_script(example: Path, folder: Path) -> Path:
     return script
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("example", CASES)
 def test_example(example, tmp_path):
     script = as_script(example, tmp_path)
     source = Path(__file__).parents[1] / "src"

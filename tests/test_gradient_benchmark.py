@@ -29,6 +29,7 @@ def test_nets_are_exact(losses, name):
     assert torch.get_default_dtype() == torch.float32
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_stopped(tmp_path):
     out = tmp_path / "tiny.json"
     script = [sys.executable, str(BENCHMARKS / "gradient_losses.py"), "--size", "tiny", "--rounds", "1"]

@@ -281,7 +281,7 @@ SEQUENCES = st.lists(
 )
 
 
-@settings(max_examples=10, phases=[Phase.generate])  # each change is a capture: shrinking would take minutes
+@settings(max_examples=5, phases=[Phase.generate])  # each change is a capture: shrinking would take minutes
 @given(st.sampled_from(KINDS), SEQUENCES, st.integers(1, 4))
 @pytest.mark.filterwarnings("ignore::threepass.UncompiledWarning")
 def test_whatever_changes_compiled_is_eager(kind, changes, most):
