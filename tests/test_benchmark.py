@@ -323,6 +323,7 @@ def test_tables_go_between_the_marks(tmp_path, eager_report):
     target, (whole, time, _) = tmp_path / "page.md", tables.MARKS
     target.write_text(f"before\n{whole}\nold\n{tables.END}\nafter\n{time}\n{tables.END}\nlast\n")
     (tmp_path / "cpu-encoder-16-float32.json").write_text(json.dumps(report))
+    (tmp_path / "cpu-resnet20-64-float32.json").write_text(json.dumps({"case": report["case"], "fails": "exit code 7"}))
     made, short = tables.markdown(tmp_path), tables.costs(tmp_path, "time")
     tables.fill(target, tmp_path)
     assert target.read_text() == (

@@ -192,8 +192,9 @@ def costs(folder: Path, what: str) -> str:
     key = {"time": "ratio", "memory": "peak_ratio"}[what]
     lines = [f"| {what} | {' | '.join(RIVALS)} |", "| --- |" + " --- |" * len(RIVALS)]
     for name, (stem, form) in COSTS.items():
-        if (folder / f"{stem}.json").exists():
-            methods = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))["methods"]
+        file = folder / f"{stem}.json"
+        methods = json.loads(file.read_text(encoding="utf-8")).get("methods") if file.exists() else None
+        if methods:  # a case that failed has none
             cells = [_ratio(methods.get(method, {}), key, form) for method in RIVALS.values()]
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
