@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python3 benchmarks/norms.py
 
-First every case of tests/test_norm_rules.py on the device, in float64 against double backward and the CPU; then steps
+First every case of tests/rules/test_norm_rules.py on the device, in float64 against double backward and the CPU; then steps
 of stacks of one layer, plain training and both modes, eager and captured and compiled whole (ms, and the bytes that
 Inductor counts, in tensors of an activation's size). The same file runs in an older checkout, for a comparison.
 """
@@ -33,7 +33,7 @@ _aten = torch.ops.aten
 
 def check() -> None:
     """Every case on the device, against the CPU (paper mode) and double backward (exact mode)."""
-    sys.path.insert(0, str(TESTS))
+    sys.path[:0] = [str(TESTS), str(TESTS / "rules")]
     import test_norm_rules as t
     from close import assert_close
 

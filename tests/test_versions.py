@@ -36,5 +36,5 @@ def test_outcomes_are_kept_by_version(tmp_path, monkeypatch):
 def test_part_of_the_suite_is_not_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(versions, "RESULTS", tmp_path / "versions.json")
     monkeypatch.setattr(versions, "run", lambda version, selection: {"failed": len(selection)})
-    assert versions.main(["2.11", "--", "tests/test_grid.py"]) == 1
+    assert versions.main(["2.11", "--", "tests/core/test_grid.py"]) == 1
     assert not versions.RESULTS.exists()

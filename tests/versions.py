@@ -2,7 +2,7 @@
 
     python tests/versions.py                          # all of them: gigabytes to fetch, and the whole suite four times
     python tests/versions.py 2.11                     # one
-    python tests/versions.py 2.11 -- tests/test_grid.py   # part of the suite; not recorded
+    python tests/versions.py 2.11 -- tests/core/test_grid.py   # part of the suite; not recorded
 
 What passed, failed and was skipped on which torch goes into results/versions.json, as soon as a version is done; those
 not run again keep their entry. Exits with 1 if a test failed.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from interpreter import interpreted, needs_triton
 
-PAGE = Path(__file__).parents[1] / "docs" / "add-a-rule.md"
+PAGE = Path(__file__).parents[2] / "docs" / "add-a-rule.md"
 
 
 def write_files(folder: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from threepass.inspect.operations import BEGIN, END, fill, markdown
 
-PAGE = Path(__file__).parents[1] / "docs" / "operations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 
 
 def test_the_page_has_the_table_of_the_code():

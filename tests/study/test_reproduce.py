@@ -20,7 +20,7 @@ from threepass.study.reproduce.plan import Scale
 from threepass.train.config import Config
 from threepass.train.data import load, published
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TINY = Scale(seeds=1, epochs=2, examples=40, width=4)
 
 

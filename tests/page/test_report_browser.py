@@ -183,7 +183,7 @@ def test_every_example_image_shows_a_gradient(browser, page):
 def pages(page, tmp_path_factory):
     """The report, and the pages of bench and init-study."""
     folder = tmp_path_factory.mktemp("pages")
-    for file in (Path(__file__).parents[1] / "results" / "bench").glob("*.json"):
+    for file in (Path(__file__).parents[2] / "results" / "bench").glob("*.json"):
         shutil.copy(file, folder)
     init_study.run(folder, depth=3, width=32, batch=2, draws=1)
     return {"report": page, "bench": bench.write(folder), "init": folder / "init-study.html"}

@@ -320,7 +320,7 @@ def test_numerics_are_the_runs_own(settings):
     assert (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()) == before
 
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
+SHARED = Path(__file__).parents[3] / "shared" / "data"
 
 
 @pytest.mark.skipif(not (SHARED / "mnist").exists(), reason="the real MNIST files are not beside the checkout")

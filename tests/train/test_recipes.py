@@ -11,7 +11,7 @@ from threepass.cli import main, parse
 from threepass.train.config import Config
 from threepass.train.recipes import RECIPES, compare_defaults, find, train_defaults
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def config_of(*words: str) -> Config:

@@ -25,7 +25,7 @@ from threepass.train.data.batches import crop_and_flip
 from threepass.train.data.download import Remote, download
 from threepass.train.data.formats import read_idx, unpickle
 
-REAL = Path(__file__).parents[2] / "shared" / "data"
+REAL = Path(__file__).parents[3] / "shared" / "data"
 TRAIN, VAL = 20, 10
 
 
