@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python3 benchmarks/norms.py
 
-First every case of tests/rules/test_norm_rules.py on the device, in float64 against double backward and the CPU; then steps
-of stacks of one layer, plain training and both modes, eager and captured and compiled whole (ms, and the bytes that
-Inductor counts, in tensors of an activation's size). The same file runs in an older checkout, for a comparison.
+First every case of tests/rules/test_norm_rules.py on the device, in float64 against double backward and the CPU; then
+steps of stacks of one layer, plain training and both modes, eager and captured and compiled whole (ms, and the bytes
+that Inductor counts, in tensors of an activation's size). The same file runs in an older checkout, for a comparison.
 """
 
 import copy

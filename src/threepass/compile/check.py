@@ -303,7 +303,7 @@ class InDouble(Interpreter):
 
 
 def _is_narrow_attention(node: Any) -> bool:
-    """Fused attention of a narrower format. cuDNN's takes float64 without an error and returns NaN; others refuse it."""
+    """Fused attention of a narrower format. cuDNN's takes float64 without an error and returns NaN; others raise."""
     return "scaled_dot_product" in str(node.target) and node.args[0].meta["val"].dtype != torch.float64
 
 
