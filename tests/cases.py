@@ -121,6 +121,16 @@ def _views(s, x):
     return s.head(torch.stack([h, h.roll(1, 1)], 1).mean(1).unsqueeze(0).squeeze(0))
 
 
+def _subscripts(s, x):
+    """Rows and entries by vectors of numbers, alone and with other subscripts; memory in the order of an image."""
+    i, j = torch.tensor([[0, 2, 4, -1, 1, 3], [1, 0, 2, 1, 4, -2]], device=x.device)
+    h = s.a(x)
+    image = h.view(6, 5, 1, 1).expand(-1, -1, 2, 3).contiguous(memory_format=torch.channels_last)
+    pixels = image[i].permute(0, 2, 3, 1).view(6, -1).sin().sum(1, keepdim=True)
+    rows = h[i] * h[i, 1:2] + h[i, None].tanh().squeeze(1) * h[..., j[:5]] + h.t()[j[:5]].t()
+    return s.head(rows * pixels + h[i, j].unsqueeze(1) + h[i, ...])
+
+
 def _written_in_place(s, x):
     h = s.a(x)
     h += x
@@ -483,6 +493,7 @@ CASES = [
     ),
     Case("written-over-a-weight", _fn(_token_first, token=torch.randn(1, 5), head=nn.Linear(5, 4)), (6, 5)),
     Case("old-values-kept", _fn(_keeps_old_values, a=nn.Linear(5, 5), head=nn.Linear(5, 4)), (6, 5)),
+    Case("subscripts", _fn(_subscripts, a=nn.Linear(5, 5), head=nn.Linear(5, 4)), (6, 5), mixes_samples=True),
     Case("views", _fn(_views, qk=nn.Linear(5, 12), head=nn.Linear(3, 4)), (6, 5)),
     Case(
         "control-flow",

@@ -255,8 +255,12 @@ def set_trace_switches(compiling: bool, validate: bool, check: Any) -> None:
 
 
 def python_function_of(scripted: Any) -> Callable[..., Any] | None:
-    """The Python function that a TorchScript function was made from, which Dynamo runs too; seen in 2.10 to 2.13."""
-    return getattr(scripted, "_torchdynamo_inline", None)
+    """The Python function that `torch.jit.script` was given, which Dynamo runs too; seen in 2.10 to 2.13.
+
+    None for functions of `torch.jit.trace`, which have the branches and numbers of their trace. Unlike those, scripted
+    functions carry a `__name__` of their own.
+    """
+    return getattr(scripted, "_torchdynamo_inline", None) if "__name__" in vars(scripted) else None
 
 
 def is_dynamo_imported() -> bool:

@@ -114,7 +114,14 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [("mlp", "paper"), ("mlp", "exact"), ("cnn", "exact"), ("decoder", "paper"), ("unet", "exact")]
+    ("name", "mode"),
+    [
+        ("mlp", "paper"),
+        ("mlp", "exact"),
+        ("cnn", "exact"),
+        ("decoder", "paper"),
+        pytest.param("unet", "exact", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.usefixtures("graph_only")
 def test_two_programs_serve_ten_sizes(name, mode):

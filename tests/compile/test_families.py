@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning"
 MODES = ["paper", "exact"]
 # Without code generation a case takes 2 to 10 s; the others are `slow`.
 FAST = {
-    "paper": {"mlp", "lstm", "dlrm", "unet", "schnet", "bert_mask", "gpt2_mask", "llama", "convnext", "swin"},
+    "paper": {"mlp", "lstm", "dlrm", "unet", "schnet", "bert_mask", "gpt2_mask", "llama"},
     "exact": {"mlp", "schnet", "bert_mask"},
 }
 CASES = [

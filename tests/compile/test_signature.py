@@ -302,6 +302,7 @@ def test_each_change_is_noticed(name):
     kind = name.split()[1].strip(":") if name.startswith("loss ") else "module"
     with world(kind) as w:
         if name == "variable of a hook":
+            CHANGES[name](w, 1.0)
             CHANGES["hook with a variable"](w, 1.0)
         signature = Signature(w.model, w.loss)
         before = signature.state()

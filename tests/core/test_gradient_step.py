@@ -344,22 +344,28 @@ def _scattered(x, index):
     return x.new_zeros(2, x.shape[1]).index_add(0, index, x.tanh())
 
 
+class Scatters(nn.Module):
+    def __init__(self, scatter):
+        super().__init__()
+        self.first, self.last, self.scatter = nn.Linear(3, 4), nn.Linear(4, 1), scatter
+
+    def forward(self, x):
+        return self.last(self.scatter(self.first(x), torch.tensor([0, 1, 1, 0, 1])))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("make", [torch.jit.script, lambda f: torch.jit.trace(f, (X, torch.zeros(5, dtype=int)))])
-def test_torchscript_functions_run_as_the_python_that_they_were_made_from(make):
-    scripted = make(_scattered)
-
-    class Scatters(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
-
-        def forward(self, x):
-            return self.last(scripted(self.first(x), torch.tensor([0, 1, 1, 0, 1])))
-
+def test_scripted_functions_run_as_the_python_that_they_were_made_from():
+    scripted = torch.jit.script(_scattered)
     torch.manual_seed(0)
-    agrees(Scatters().double(), lambda o, g, y: o.square().sum() + g.square().sum(), X, None)
+    agrees(Scatters(scripted).double(), lambda o, g, y: o.square().sum() + g.square().sum(), X, None)
     assert "IndexAdd" in scripted(X.clone().requires_grad_(), torch.zeros(5, dtype=int)).grad_fn.name()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_traced_functions_are_refused_because_they_have_the_numbers_of_their_trace():
+    traced = torch.jit.trace(_scattered, (X, torch.zeros(5, dtype=int)))
+    with pytest.raises(threepass.UnsupportedError, match="TorchScript"):
+        threepass.gradient_step(Scatters(traced).double(), lambda o, g, y: o.square().sum() + g.square().sum(), X, None)
 
 
 class Forces(nn.Module):

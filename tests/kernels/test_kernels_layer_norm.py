@@ -376,8 +376,8 @@ def test_first_of_all_and_before_a_flat_loss(dtype):
         assert (g - expected).norm() < tolerance * expected.norm()
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("exact", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("autocast", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.usefixtures("everywhere")
 def test_in_bfloat16_it_differs_by_rounding_alone(autocast, exact):
     """The stream is bfloat16, or under autocast float32, and what goes to the next product bfloat16."""

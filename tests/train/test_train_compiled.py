@@ -177,7 +177,7 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("update", ["batch", "epoch"])
+@pytest.mark.parametrize("update", ["batch", pytest.param("epoch", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TURNS)
 def test_what_changes_between_steps_is_noticed(name, update, traced):
     def run(compile):

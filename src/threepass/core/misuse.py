@@ -145,10 +145,10 @@ def _is_mask(name: Any, z: Tensor) -> bool:
 def warn_of_samples_along_dimension_1(model: nn.Module, x: Any, y: Any) -> None:
     """Warns if sequences come with the samples along dimension 1, as for nn.LSTM without batch_first.
 
-    It is seen by the number of targets, or by a model that begins with such a module.
+    It is seen by the number of targets, or by a model that begins with such a module, where x is one tensor.
     """
-    first = next(z for z in tree_leaves(dict(x) if isinstance(x, Mapping) else x) if isinstance(z, Tensor))
-    if first.dim() != (3 if first.is_floating_point() else 2):
+    first, *others = tree_leaves(dict(x) if isinstance(x, Mapping) else x)
+    if others or first.dim() != (3 if first.is_floating_point() else 2):
         return  # not sequences of features or of tokens
     length, samples = first.shape[:2]
     by_targets = isinstance(y, Tensor) and y.dim() > 0 and len(y) == samples and length > 1

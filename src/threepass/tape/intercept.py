@@ -116,10 +116,11 @@ def dropout_as_product(func, values, spec):
 
 def rows_as_index_select(func, values, spec):
     """a[index] with a vector of whole numbers as `index_select`, several times as fast on a CPU, backward too."""
-    a, index = values[:2]
+    args, _ = unflatten(values, spec)
+    a, index = args[0], args[-1]
     is_vector = isinstance(index, Tensor) and index.dim() == 1 and index.dtype in (torch.int64, torch.int32)
-    if not is_vector or a.dim() == 0 or get_proxy_mode() is not None:
-        return func, values, spec
+    if not is_vector or a.dim() == 0 or not a.is_contiguous() or get_proxy_mode() is not None:
+        return func, values, spec  # of other layouts a[index] keeps the order of strides, and index_select does not
     rows = torch.where(index < 0, index + a.shape[0], index).to(a.device)  # a[index] takes indices of the CPU too
     return torch.index_select, *flatten((a, 0, rows), {})
 

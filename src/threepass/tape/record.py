@@ -143,7 +143,7 @@ class Record(ActivityTracker):
             yield
         except (torch.OutOfMemoryError, CaptureError):
             raise
-        except TypeError:
+        except (TypeError, AttributeError):
             if not self.problems:  # after a problem, signals may be missing
                 raise
         except (NotImplementedError, RuntimeError) as error:

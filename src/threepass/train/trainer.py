@@ -290,7 +290,8 @@ class Trainer:
         stop, save = self.ranks.any(self._interrupts.received is not None, is_time and self.ranks.is_first)
         if stop and self._interrupts.received is None:
             self._interrupts.received = signal.SIGTERM
-        self._interrupts.check()
+        if stop:  # a signal since then stops all ranks after the next step
+            self._interrupts.check()
         if save:
             self._log()
             self.save()
