@@ -131,6 +131,17 @@ def _subscripts(s, x):
     return s.head(rows * pixels + h[i, j].unsqueeze(1) + h[i, ...])
 
 
+def _positions(s, x):
+    """Positions in tensors, one of which moves later; dimensions by name; a mean of nothing."""
+    h = s.a(x)
+    i, out = torch.tensor(0), h.select(1, torch.tensor(2))
+    for k in range(3):
+        out = out + h[:, i] * (k + 1) + h.narrow(1, i, 2).tanh().sum(1)
+        i += 1
+    empty = h[:0].mean(1).sum() + torch.linalg.vector_norm(h, dim=[])
+    return s.head(torch.permute(h, dims=(1, 0)).t() * out.unsqueeze(1) * (1 + empty))
+
+
 def _written_in_place(s, x):
     h = s.a(x)
     h += x
@@ -493,6 +504,7 @@ CASES = [
     ),
     Case("written-over-a-weight", _fn(_token_first, token=torch.randn(1, 5), head=nn.Linear(5, 4)), (6, 5)),
     Case("old-values-kept", _fn(_keeps_old_values, a=nn.Linear(5, 5), head=nn.Linear(5, 4)), (6, 5)),
+    Case("positions", _fn(_positions, a=nn.Linear(5, 5), head=nn.Linear(5, 4)), (6, 5), mixes_samples=True),
     Case("subscripts", _fn(_subscripts, a=nn.Linear(5, 5), head=nn.Linear(5, 4)), (6, 5), mixes_samples=True),
     Case("views", _fn(_views, qk=nn.Linear(5, 12), head=nn.Linear(3, 4)), (6, 5)),
     Case(

@@ -229,7 +229,7 @@ def test_where_a_size_is_fixed_each_has_a_program(rows, caplog):
     (said,) = [text for text in caplog.messages if "gets a program of its own" in text]
     assert said == (
         "each size of paper mode, float64[*, 4], int64[*] gets a program of its own, because the step turns the sizes "
-        "that change into Python numbers (dimension 0 of tensor 2, dimension 0 of tensor 3), as int() or len() does; "
+        "that change into Python numbers, as int() or len() does; "
         "compute with .shape as it is"
     )
 
@@ -457,3 +457,40 @@ def test_the_step_must_not_refer_to_fake_tensors():
     symbolic = SymbolicInputs([torch.ones(4)], frozenset({(0, 0)}))
     with pytest.raises(CaptureError, match="refers to a tensor that it made itself"):
         symbolic.fixed(symbolic.inputs)
+
+
+@pytest.mark.parametrize("scale", [lambda n: 2.0 if isinstance(n, int) else 3.0, lambda n: {"9": 4.0}.get(str(n), 1.0)])
+@pytest.mark.usefixtures("graph_only")
+def test_code_that_takes_a_symbol_for_something_else_gets_no_dynamic_program(scale):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.last(self.first(x).tanh() * scale(x.shape[0]))
+
+    torch.manual_seed(0)
+    model = Scaled().double()
+    step = threepass.ThreePass(model, F.cross_entropy, compile="require")
+    for n in (5, 7, 9, 11, 9):
+        x, y = torch.randn(n, 4).double(), torch.randint(3, (n,))
+        expected = threepass.three_pass(model, F.cross_entropy, x, y)
+        model.zero_grad()
+        step(x, y)
+        assert_close({name: p.grad for name, p in model.named_parameters()}, expected.grads, 1e-10)
+
+
+@pytest.mark.parametrize("options", [{"strength": 0.3}, {"strength": 0.3, "mode": "exact"}, {"reduction": "sample"}])
+@pytest.mark.usefixtures("graph_only")
+def test_weights_that_depend_on_the_batch_are_symbols_too(options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    step = threepass.ThreePass(model, F.cross_entropy, compile="require", **options)
+    for n in (5, 7, 9, 11, 9, 13):
+        x, y = torch.randn(n, 4).double(), torch.randint(3, (n,))
+        model.zero_grad()
+        step(x, y)
+        expected = threepass.three_pass(model, F.cross_entropy, x, y, **options).grads
+        assert_close({name: p.grad for name, p in model.named_parameters()}, expected, 1e-10)
+    assert len(step.compiled.programs) == 2

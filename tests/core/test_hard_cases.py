@@ -1,5 +1,6 @@
 """Models that once went wrong, or would where a tape is careless: against plain autograd, double backward and twins."""
 
+import copy
 import threading
 
 import pytest
@@ -378,3 +379,28 @@ def test_quantisers_are_not_refused():
     r = threepass.three_pass(model, F.cross_entropy, draw(4, 6), Y, separate=True)
     assert not r.third_grads["w"].any()
     assert r.third_grads["head.weight"].any()
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+def test_a_weight_in_a_narrower_format_than_its_signal(mode):
+    """Its gradient has its format."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.scale, self.shift = (
+                nn.Linear(6, 4),
+                nn.Parameter(torch.rand(4)),
+                nn.Parameter(torch.rand(4)),
+            )
+
+        def forward(self, x):
+            return self.first(x).tanh().double() * self.scale + self.shift
+
+    torch.manual_seed(0)
+    model, x = Scaled(), torch.randn(4, 6)
+    r = threepass.three_pass(model, F.cross_entropy, x, Y, mode=mode, separate=True)
+    wide = threepass.three_pass(copy.deepcopy(model).double(), F.cross_entropy, x.double(), Y, mode=mode)
+    for name, p in model.named_parameters():
+        assert r.grads[name].dtype == p.dtype
+        torch.testing.assert_close(r.grads[name].double(), wide.grads[name], rtol=1e-4, atol=1e-6)

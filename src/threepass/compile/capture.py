@@ -24,6 +24,7 @@ from .rewrite.graph import is_ours, is_random
 from .trace import Fn, Program, trace
 
 _ours = torch.ops.threepass
+_FAR = {torch.float64: 1e-6, torch.float32: 1e-2}  # of a result's size: far more than rounding, in other formats 0.2
 _WITHOUT_KERNELS = {op.default for op in (_ours.convolution, _ours.kept, _ours.norm_numbers, _ours.pack, _ours.seeds)}
 
 
@@ -132,7 +133,10 @@ def capture(
         captured = Captured(
             program, inductor.compiled(program, inputs) if compiled else lambda values: program.graph(*values)
         )
-        captured.guards = None if symbolic is None else symbolic.guards()
+        if symbolic is not None:
+            captured.guards = symbolic.guards()
+            with restore():
+                _compare_with_eager(program, fn, inputs)
         captured.compile_seconds = time.perf_counter() - started
         if weights is not None:
             states = [i for i, z in enumerate(program.state) if z.data_ptr() == weights.data_ptr()]
@@ -141,6 +145,27 @@ def capture(
         if on_gpu if graph is None else graph:
             captured.record(inputs, restore, pool)
     return captured
+
+
+def _compare_with_eager(program: Program, fn: Fn, inputs: Sequence[Tensor]) -> None:
+    """Raises a `CaptureError` if a trace with symbols is far from the function itself.
+
+    No guard tells that Python code took a symbol for something else than a number, by `isinstance(n, int)` or `str(n)`.
+    Masks that a step draws are not those of an eager one: it is not compared.
+    """
+    if program.draws:
+        return
+    expected = fn(*(z.clone() for z in inputs))
+    with torch.no_grad():
+        found = program.plain(*(z.clone() for z in (*program.state, *inputs)))
+    for ours, theirs in zip(found, expected, strict=True):
+        if ours.is_floating_point():
+            apart = (ours.double() - theirs.double()).norm()
+            if apart > _FAR.get(theirs.dtype, 0.2) * theirs.double().norm() + 1e-30:
+                raise CaptureError(
+                    "with a symbol in place of a size the model computes something else, as code that asks for "
+                    "isinstance(n, int) or str(n) of a size n does"
+                )
 
 
 def _checked(captured: Captured, inputs: Sequence[Tensor]) -> float:

@@ -26,7 +26,7 @@ class SymbolicInputs:
     """Fake tensors like the inputs of a step, with symbols for their varying sizes."""
 
     def __init__(self, inputs: Sequence[Tensor], varying: Dimensions):
-        self._mode, self._varying = fake_mode_with_symbols(), varying
+        self._mode = fake_mode_with_symbols()
         self.inputs = [
             with_symbols(self._mode, f"input_{i}", z, {k for j, k in varying if j == i}) for i, z in enumerate(inputs)
         ]
@@ -50,10 +50,9 @@ class SymbolicInputs:
         """What the trace and the compiler assumed of the sizes; raises if no size is left that may change."""
         guards = Guards(self._mode.shape_env, self.inputs)
         if not guards.dynamic:
-            sizes = ", ".join(f"dimension {k} of tensor {i}" for i, k in sorted(self._varying))
             raise CaptureError(
-                f"the step turns the sizes that change into Python numbers ({sizes}), as int() or len() does; compute "
-                "with .shape as it is"
+                "the step turns the sizes that change into Python numbers, as int() or len() does; compute with .shape "
+                "as it is"
             )
         return guards
 

@@ -91,7 +91,9 @@ class Options:
         return samples if self.batch_size is None else self.batch_size / self.ranks
 
     def scale(self, part: float) -> float:
-        return 1 / self.ranks if self.strength is None and self.reduction == "batch" else float(part)
+        return (
+            1 / self.ranks if self.strength is None and self.reduction == "batch" else part * 1.0
+        )  # part may be a symbol
 
 
 def check_model(model: Any) -> None:

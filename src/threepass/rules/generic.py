@@ -30,7 +30,7 @@ Signal = list[Tensor | None]
 
 def push(op, t: Signal) -> Signal:
     """The tangents of the outputs, from those of the active arguments."""
-    if not op.weights and not op.written and commutes_with_tangent(op.func):
+    if not op.weights and not op.written and _takes_signals_alone(op) and commutes_with_tangent(op.func):
         return _on_tangents(op, t)
     if op.func not in _no_forward_ad:
         try:
@@ -46,6 +46,11 @@ def push(op, t: Signal) -> Signal:
         if unsupported:  # for every call; other errors may concern this call only
             _no_forward_ad.add(op.func)
     return _double_backward_push(op, t)
+
+
+def _takes_signals_alone(op) -> bool:
+    """Whether no tensor among the arguments is a position or a mask."""
+    return all(v.is_floating_point() or v.is_complex() for v in op.values if isinstance(v, Tensor))
 
 
 def _on_tangents(op, t: Signal) -> Signal:

@@ -41,7 +41,7 @@ def _weighted_sum(
     def pulled(i: int, r: Tensor) -> Tensor:
         z = terms[i]
         assert isinstance(z, Tensor)
-        return _times(factors[i], r.sum_to_size(z.shape).to(z.dtype))
+        return _times(factors[i], r.sum_to_size(z.shape).to(z))  # a number on the CPU beside a CUDA tensor: to the CPU
 
     if len(active) == 2:
         return Linearization(
@@ -89,7 +89,7 @@ def _scaled(u: Tensor, a: Tensor, w: Tensor | float) -> Linearization:
         signal=a,
         push=lambda s: (s * w).to(u.dtype),
         pull=lambda r: (r * w).sum_to_size(a.shape),
-        grad={w: lambda d, s: (d * s).sum_to_size(w.shape)} if isinstance(w, Tensor) else {},
+        grad={w: lambda d, s: (d * s).sum_to_size(w.shape).to(w)} if isinstance(w, Tensor) else {},
     )
 
 
@@ -192,7 +192,7 @@ def vector_norm(
     """u = |a|, n = a / u: t -> <n, t>, R{d_a} = R{d} n + d (t - n <n, t>) / u; zero where a is."""
     if ord != 2 or dtype is not None or a.is_complex() or a.dim() == 0:
         return None
-    dims = list(range(a.dim())) if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    dims = [dim] if isinstance(dim, int) else list(dim or range(a.dim()))
     shape = [1 if i in {k % a.dim() for k in dims} else size for i, size in enumerate(a.shape)]
     length = torch.linalg.vector_norm(a, dim=dims, keepdim=True)
     inverse = torch.where(length == 0, 0, length.reciprocal())

@@ -23,8 +23,9 @@ def transpose(u: Tensor, a: Tensor, dim0: int, dim1: int) -> Linearization:
 
 
 @rule(torch.permute, Tensor.permute, flat=True)
-def permute(u: Tensor, a: Tensor, *dims) -> Linearization:
-    order = [i % a.dim() for i in (dims[0] if isinstance(dims[0], (tuple, list)) else dims)]
+def permute(u: Tensor, a: Tensor, *places, dims=None) -> Linearization:
+    given = dims or (places[0] if places and isinstance(places[0], (tuple, list)) else places)
+    order = [i % a.dim() for i in given]
     back = sorted(range(len(order)), key=order.__getitem__)
     return Linearization(push=lambda t: t.permute(order), pull=lambda r: r.permute(back))
 
@@ -45,8 +46,8 @@ def total(u: Tensor, a: Tensor, dim=None, keepdim: bool = False, *, dtype=None) 
 
 
 @rule(torch.mean, Tensor.mean, flat=True)
-def mean(u: Tensor, a: Tensor, dim=None, keepdim: bool = False, *, dtype=None) -> Linearization:
-    return _reduced(u, a, dim, u.numel() / a.numel())
+def mean(u: Tensor, a: Tensor, dim=None, keepdim: bool = False, *, dtype=None) -> Linearization | None:
+    return None if a.numel() == 0 else _reduced(u, a, dim, u.numel() / a.numel())
 
 
 def _reduced(u: Tensor, a: Tensor, dim, factor: float) -> Linearization:

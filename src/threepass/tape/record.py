@@ -249,9 +249,10 @@ class Record(ActivityTracker):
             op.output = first.detach() if reads_u else torch.empty_like(first, device="meta")
             if reads_u:
                 op.values[0] = torch.empty_like(op.values[0], device="meta")
-        for i, _ in op.active:
-            if i not in op.written:
-                self._readers[storage_of(op.values[i])].append((op, i))
+        active = {i for i, _ in op.active}
+        for i, v in enumerate(op.values):  # positions and masks may be written to later, as signals may
+            if i not in op.written and isinstance(v, Tensor) and (i in active or not v.is_floating_point()):
+                self._readers[storage_of(v)].append((op, i))
 
     def _check_own_gradient(self, arguments: tuple[Any, ...]) -> None:
         if any(map(self.is_active, tensors_in(arguments))):
