@@ -225,3 +225,9 @@ def test_bad_values_get_words_and_no_traceback(arguments, code, message, capsys,
 def test_debug_shows_the_error_itself():
     with pytest.raises(FileNotFoundError):
         main(["train", "--data", "nowhere", "--debug"])
+
+
+def test_torchrun_is_for_training_alone(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["report", "runs/a"]) == 2
+    assert "torchrun is for `threepass train`" in capsys.readouterr().err

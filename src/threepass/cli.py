@@ -6,6 +6,7 @@ Flags come from the functions' signatures and their help from the docstrings; a 
 import dataclasses
 import inspect
 import json
+import os
 import shlex
 import sys
 import warnings
@@ -36,6 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     sys.path.insert(0, "")  # a model of the user's own, "module:function", is looked for in the folder they stand in
     try:
         command, values = parse([a for a in arguments if a != "--debug"])
+        if command is not train and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UsageError("threepass: torchrun is for `threepass train`; run other commands as one process")
         with warnings.catch_warnings():
             if not debug:
                 warnings.showwarning = _show_warning  # type: ignore[assignment]

@@ -1,7 +1,9 @@
 """Models that once went wrong, or would where a tape is careless: against plain autograd, double backward and twins."""
 
 import copy
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -404,3 +406,24 @@ def test_a_weight_in_a_narrower_format_than_its_signal(mode):
     for name, p in model.named_parameters():
         assert r.grads[name].dtype == p.dtype
         torch.testing.assert_close(r.grads[name].double(), wide.grads[name], rtol=1e-4, atol=1e-6)
+
+
+def test_functions_that_a_forward_defines_are_not_kept():
+    seen: list[weakref.ref] = []
+
+    def forward(s, x):
+        class Doubled(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, z):
+                return 2 * z
+
+            @staticmethod
+            def backward(ctx, d):
+                return 2 * d
+
+        seen.append(weakref.ref(Doubled))
+        return s.head(Doubled.apply(s.a(x)))
+
+    threepass.three_pass(Net(forward, **LINEAR), F.cross_entropy, draw(4, 6), Y)
+    gc.collect()
+    assert seen[0]() is None

@@ -12,6 +12,7 @@ is not differentiable would silently give zeros: the checks below raise an error
 """
 
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from torch.autograd import forward_ad
 
 from ..errors import CaptureError
 from .linearity import commutes_with_tangent, is_affine
-from .table import has_symbolic_shape, is_users
+from .table import has_symbolic_shape, is_users, key_of
 
 _no_forward_ad: set[Any] = set()
+_no_forward_ad_of_users: weakref.WeakSet[type] = weakref.WeakSet()  # a forward may define functions anew in each call
 _one_level = threading.RLock()  # forward-mode AD has one level for all threads
 
 Signal = list[Tensor | None]
@@ -32,7 +34,9 @@ def push(op, t: Signal) -> Signal:
     """The tangents of the outputs, from those of the active arguments."""
     if not op.weights and not op.written and _takes_signals_alone(op) and commutes_with_tangent(op.func):
         return _on_tangents(op, t)
-    if op.func not in _no_forward_ad:
+    key = key_of(op.func)
+    known: Any = _no_forward_ad_of_users if isinstance(key, type) else _no_forward_ad
+    if key not in known:
         try:
             tangents = _forward_ad(op, t)
         except (torch.OutOfMemoryError, CaptureError):
@@ -44,7 +48,7 @@ def push(op, t: Signal) -> Signal:
                 return tangents
             unsupported = True
         if unsupported:  # for every call; other errors may concern this call only
-            _no_forward_ad.add(op.func)
+            known.add(key)
     return _double_backward_push(op, t)
 
 

@@ -6,7 +6,6 @@ second derivative is zero, so that exact mode adds no term to R{d} and needs nei
 Linear: u = J a. The mix of u is then J times the mix of a, so that pass 3 can carry the mix through the operation.
 """
 
-import functools
 from enum import Flag
 from typing import Any
 
@@ -66,13 +65,11 @@ def is_linear(func: Any, values: list[Any], active: list[int]) -> bool:
     return LINEAR in linearity or (IN_BOTH in linearity and len(active) == 2)
 
 
-@functools.cache
 def commutes_with_tangent(func: Any) -> bool:
     """Whether the tangent of the results is the function of the tangent: linear as a whole, not in pieces."""
     return LINEAR in _linearity(func) and name_of(func).removesuffix("_") not in PIECEWISE
 
 
-@functools.cache
 def _linearity(func: Any) -> Linearity:
     if key_of(func) is not func:  # user-defined, whatever its name
         return Linearity(0)

@@ -131,14 +131,16 @@ REPLACED: dict[Any, Callable[..., Any]] = {
 }
 
 
-@functools.cache
 def writes_to(func) -> bool:
     """Whether a function writes to its first argument in place, by torch's naming conventions."""
-    name = name_of(func).rpartition(".")[2]
+    return _is_name_of_write(name_of(func).rpartition(".")[2])
+
+
+@functools.cache
+def _is_name_of_write(name: str) -> bool:
     return bool(re.fullmatch(r"\w*[^_]_|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|matmul)__", name))
 
 
-@functools.cache
 def python_body(func) -> Callable[..., Any] | None:
     """A copy of a pure-Python torch function whose `has_torch_function` checks return False.
 
@@ -146,6 +148,11 @@ def python_body(func) -> Callable[..., Any] | None:
     """
     if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch"):
         return None
+    return _without_checks(func)
+
+
+@functools.cache
+def _without_checks(func: types.FunctionType) -> Callable[..., Any]:
     checks = [name for name in func.__globals__ if name.startswith("has_torch_function")]
     globals_ = func.__globals__ | {name: lambda *_: False for name in checks}
     body = types.FunctionType(func.__code__, globals_, func.__name__, func.__defaults__, func.__closure__)

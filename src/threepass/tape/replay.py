@@ -1,7 +1,6 @@
 """Running a recorded operation again under the conditions of pass 1: autocast, random state, kernels."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,11 +27,6 @@ def is_random(func: Callable[..., Any], values: list[Any]) -> bool:
     """Whether a call may draw random numbers; any user-defined operation may."""
     if func is ATTENTION:
         return any(isinstance(v, float) and v > 0 for v in values)
-    return _may_draw(func)
-
-
-@functools.cache
-def _may_draw(func: Callable[..., Any]) -> bool:
     return is_users(func) or func in _RECURRENT or name_of(func).removesuffix("_") in _RANDOM
 
 

@@ -157,8 +157,9 @@ def sign_of(d: Difference | None, sign: int) -> str:
 def difference_text(d: Difference | None) -> str:
     if d is None:
         return ""
-    seeds = f"{d.n} seed{'s' * (d.n > 1)}"
-    return f"{d.mean:+.2f} ({seeds if d.low is None else f'{d.low:+.2f} to {d.high:+.2f}, {seeds}'})"
+    largest = max(abs(z) for z in (d.mean, d.low, d.high) if z is not None)
+    seeds, form = f"{d.n} seed{'s' * (d.n > 1)}", "+.2f" if largest >= 0.005 else "+.1e"
+    return f"{d.mean:{form}} ({seeds if d.low is None else f'{d.low:{form}} to {d.high:{form}}, {seeds}'})"
 
 
 def compare(what: str, after: Cell, before: Cell, of: Of, sign: int, theirs: str = "") -> Row:
