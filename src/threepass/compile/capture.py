@@ -135,8 +135,7 @@ def capture(
         )
         if symbolic is not None:
             captured.guards = symbolic.guards()
-            with restore():
-                _compare_with_eager(program, fn, inputs)
+            _compare_with_eager(program, fn, inputs, restore)
         captured.compile_seconds = time.perf_counter() - started
         if weights is not None:
             states = [i for i, z in enumerate(program.state) if z.data_ptr() == weights.data_ptr()]
@@ -147,7 +146,7 @@ def capture(
     return captured
 
 
-def _compare_with_eager(program: Program, fn: Fn, inputs: Sequence[Tensor]) -> None:
+def _compare_with_eager(program: Program, fn: Fn, inputs: Sequence[Tensor], restore: Callable[[], Any]) -> None:
     """Raises a `CaptureError` if a trace with symbols is far from the function itself.
 
     No guard tells that Python code took a symbol for something else than a number, by `isinstance(n, int)` or `str(n)`.
@@ -155,7 +154,8 @@ def _compare_with_eager(program: Program, fn: Fn, inputs: Sequence[Tensor]) -> N
     """
     if program.draws:
         return
-    expected = fn(*(z.clone() for z in inputs))
+    with restore():
+        expected = fn(*(z.clone() for z in inputs))
     with torch.no_grad():
         found = program.plain(*(z.clone() for z in (*program.state, *inputs)))
     for ours, theirs in zip(found, expected, strict=True):
