@@ -1,14 +1,12 @@
 """Several ranks: 2 ranks x B/2 is 1 rank x B. Two gloo processes run all cases; the tests look at their results."""
 
 import contextlib
-import io
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from close import assert_close, plain_grads
+from processes import RANKS, spawned
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
@@ -18,7 +16,7 @@ import threepass
 from threepass.core.engine import run
 from threepass.core.options import Options
 
-RANKS, B = 2, 8
+B = 8
 TERMS = {
     f"{name}, {mode}": {"mode": mode, **options}
     for mode in ("paper", "exact")
@@ -383,23 +381,9 @@ def results(rank: int) -> dict:
     return table
 
 
-def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", ".*torch.jit.script.*", DeprecationWarning)
-    warnings.simplefilter("ignore", threepass.NormalizationWarning)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    try:
-        torch.save(results(rank), f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(work, (str(folder),), nprocs=RANKS)
-    return [torch.load(io.BytesIO((folder / f"{rank}.pt").read_bytes())) for rank in range(RANKS)]
+    return spawned(results, tmp_path_factory.mktemp("ranks"), threepass.NormalizationWarning)
 
 
 # The tests: in this process, on the whole batch.

@@ -1,15 +1,14 @@
 """`fully_shard` (FSDP2): 2 ranks x B/2 is 1 rank x B. Two gloo processes run all cases; the tests compare results."""
 
 import copy
-import io
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from close import assert_close
-from test_ranks import RANKS, TERMS, B, Tokens, batch, net, of_gradients, refused, tokens, whole
+from processes import RANKS, spawned
+from test_ranks import TERMS, B, Tokens, batch, net, of_gradients, refused, tokens, whole
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
@@ -181,22 +180,9 @@ def results(rank: int) -> dict:
     return table
 
 
-def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", ".*torch.jit.script.*", DeprecationWarning)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    try:
-        torch.save(results(rank), f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
-    folder = tmp_path_factory.mktemp("sharded")
-    mp.spawn(work, (str(folder),), nprocs=RANKS)
-    return [torch.load(io.BytesIO((folder / f"{rank}.pt").read_bytes())) for rank in range(RANKS)]
+    return spawned(results, tmp_path_factory.mktemp("sharded"))
 
 
 @pytest.mark.parametrize("terms", TERMS)

@@ -55,7 +55,7 @@ class Case:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
 
     def settled(self) -> "Case":
-        """With the device, precision and threads that this machine gives; plain training always takes part."""
+        """This case with "auto" replaced by what the machine has, and with plain training among the methods."""
         device = self.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"

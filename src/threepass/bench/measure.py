@@ -86,7 +86,8 @@ def _cuda_peak_bytes(step: Run) -> int:
 
 def _cpu_peak_bytes(step: Run) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes lines of its own
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:  # else 2.10 warns
         step()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from .._torch_compat import tree_map
 from ..errors import UnsupportedError
 from ..numerics.precision import power_of_two, seed_op
+from ..rules.generic import nodes_of
 from ..tape.record import Record
 from ..tape.signals import ActivationMeta
 from ..tape.state import autograd_enabled, unchanged_on_error
@@ -286,15 +287,7 @@ class _SecondOrderOnly(TorchFunctionMode):
 
 def leaves_of(z: Tensor) -> Iterator[Tensor]:
     """The leaf tensors that z was computed from."""
-    seen, todo = set(), [z.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            yield leaf
-        todo.extend(child for child, _ in node.next_functions)
+    return (node.variable for node in nodes_of(z) if hasattr(node, "variable"))
 
 
 def _tensors(given: Any) -> list[Tensor]:

@@ -13,6 +13,7 @@ is not differentiable would silently give zeros: the checks below raise an error
 
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -140,15 +141,20 @@ def derive(op, d: Signal, t: Signal | None, r: Signal | None = None, *, curvatur
 
 def _refuse_error_nodes(phi: Tensor) -> None:
     """Raises if the graph of phi contains the error node of a once-differentiable backward, which might never run."""
-    seen, todo = set(), [phi.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_of(phi):
         if "Error" in node.name() or "NotImplemented" in node.name():
             raise RuntimeError("its backward cannot be differentiated (it may be marked once_differentiable)")
-        todo.extend(child for child, _ in node.next_functions)
+
+
+def nodes_of(z: Tensor) -> Iterator[Any]:
+    """The nodes of the autograd graph that z was computed by, each once."""
+    seen, todo = set(), [z.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            todo.extend(child for child, _ in node.next_functions)
 
 
 def _refuse_hidden_weights(op, d: Signal, without: list[int]) -> None:

@@ -50,7 +50,7 @@ def fits(stride: int, *tensors: Tensor, weight: Sequence[int]) -> bool:
 
 
 class Geometry(NamedTuple):
-    """The arguments of `aten.convolution` behind its bias, in their order."""
+    """The arguments of `aten.convolution` that follow the bias, in the same order."""
 
     stride: Sequence[int]
     padding: Sequence[int]
