@@ -7,6 +7,7 @@ can be propagated, or a backward pass that exact mode runs anyway can carry both
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -107,7 +108,7 @@ class Plan:
     loss_error: Scale
     tangent_scale: float
 
-    @property
+    @cached_property
     def case(self) -> Case:
         return self.terms.value
 

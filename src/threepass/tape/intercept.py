@@ -1,12 +1,13 @@
 """Interception of calls: all monkey-patching of PyTorch while a step runs or is traced.
 
 A `TorchFunctionMode` does not intercept `autograd.Function.apply`, nor calls inside TorchScript functions and inside
-torch functions that are written in Python: `intercepting_functions` and `python_body` change that.
+torch functions that are written in Python: `intercepting_functions` and `python_body` change that. Functions of
+`torch.nn.functional`, which most layers call, are not even shown to the mode, because that takes longer than many of
+them do: their own checks whether there is a mode say no.
 """
 
 import contextlib
 import functools
-import re
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -22,13 +24,13 @@ from .._torch_compat import (
     DisableTorchFunction,
     function_modes,
     function_modes_enabled,
-    get_proxy_mode,
+    innermost_function_mode,
+    is_traced,
     python_function_of,
     set_trace_switches,
     trace_switches,
     tree_map,
 )
-from ..rules.table import name_of
 from .arguments import flatten, tensors_in, unflatten
 
 DROPOUT = {torch.dropout: torch.mul, torch.dropout_: Tensor.mul_,
@@ -36,13 +38,17 @@ DROPOUT = {torch.dropout: torch.mul, torch.dropout_: Tensor.mul_,
 
 
 class FunctionInterceptor(TorchFunctionMode):
-    """A mode that, inside `intercepting_functions`, gets `autograd.Function.apply` and calls inside TorchScript."""
+    """A mode that, inside `intercepting_functions`, gets `autograd.Function.apply` and calls inside TorchScript.
+
+    Of functions of `torch.nn.functional` it gets the calls inside.
+    """
 
 
 _lock = threading.Lock()
 _users = 0
 _original: Any = None
 _run_script = torch.jit.ScriptFunction.__call__
+_checks = {name: getattr(F, name) for name in vars(F) if name.startswith("has_torch_function")}
 _traces = 0
 _switches: tuple[bool, bool, Any] = (False, True, None)
 
@@ -60,6 +66,8 @@ def intercepting_functions() -> Iterator[None]:
             _original = Function.__dict__["apply"]
             setattr(Function, "apply", classmethod(_intercepted_apply))  # noqa: B010
             setattr(torch.jit.ScriptFunction, "__call__", _intercepted_script)  # noqa: B010
+            for name, check in _checks.items():
+                setattr(F, name, functools.partial(_is_overridden, check))
     try:
         yield
     finally:
@@ -68,6 +76,8 @@ def intercepting_functions() -> Iterator[None]:
             if _users == 0:
                 setattr(Function, "apply", _original)  # noqa: B010
                 setattr(torch.jit.ScriptFunction, "__call__", _run_script)  # noqa: B010
+                for name, check in _checks.items():
+                    setattr(F, name, check)
 
 
 def _intercepted_apply(cls, *args, **kwargs):
@@ -81,6 +91,11 @@ def _intercepted_apply(cls, *args, **kwargs):
         return func(*args, **kwargs)
     with DisableTorchFunction():
         return modes[-1].__torch_function__(func, (), args, kwargs)
+
+
+def _is_overridden(check: Callable[..., bool], *args: Any) -> bool:
+    """Whether a function of `torch.nn.functional` has to ask a mode or a subclass, and not run as it is."""
+    return check(*args) and not isinstance(innermost_function_mode(), FunctionInterceptor)
 
 
 def _intercepted_script(scripted, *args, **kwargs):
@@ -119,7 +134,7 @@ def rows_as_index_select(func, values, spec):
     args, _ = unflatten(values, spec)
     a, index = args[0], args[-1]
     is_vector = isinstance(index, Tensor) and index.dim() == 1 and index.dtype in (torch.int64, torch.int32)
-    if not is_vector or a.dim() == 0 or not a.is_contiguous() or get_proxy_mode() is not None:
+    if not is_vector or a.dim() == 0 or not a.is_contiguous() or is_traced():
         return func, values, spec  # of other layouts a[index] keeps the order of strides, and index_select does not
     rows = torch.where(index < 0, index + a.shape[0], index).to(a.device)  # a[index] takes indices of the CPU too
     return torch.index_select, *flatten((a, 0, rows), {})
@@ -129,16 +144,6 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(DROPOUT, dropout_as_product),
     Tensor.__getitem__: rows_as_index_select,
 }
-
-
-def writes_to(func) -> bool:
-    """Whether a function writes to its first argument in place, by torch's naming conventions."""
-    return _is_name_of_write(name_of(func).rpartition(".")[2])
-
-
-@functools.cache
-def _is_name_of_write(name: str) -> bool:
-    return bool(re.fullmatch(r"\w*[^_]_|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|matmul)__", name))
 
 
 def python_body(func) -> Callable[..., Any] | None:
