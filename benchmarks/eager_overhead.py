@@ -8,8 +8,8 @@ images of 8 x 8, 2 to 16 channels, one thread), so that arithmetic takes next to
 and dispatch. On a GPU they have the sizes of `docs/speed.md`: plain-20 at batch 128, ResNet-18 and ViT-Tiny at 256.
 
 The steps take turns; a ratio is the median over the rounds of a step's time relative to the plain step's of the same
-round. `calls` counts the ATen calls below autograd, `kernels` those that are neither views nor bare allocations: on a
-GPU each is a launch, or more.
+round. On a CPU it is the process's own time. `calls` counts the ATen calls below autograd, `kernels` those that are
+neither views nor bare allocations: on a GPU each is a launch, or more.
 
 Prints a table. With --out, writes it under --label into a JSON file, beside the labels that are there already:
 `results/bench/cpu-eager-overhead.json` has `before` and `after`. `docs/speed.md` quotes it.
@@ -19,6 +19,7 @@ import argparse
 import json
 import platform
 import statistics
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -50,7 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "paper, alpha": {"alpha": 0.1},
     "exact, strength": {"strength": 0.1, "mode": "exact"},
 }
-ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+NO_KERNELS = {"_unsafe_view", "promote_types", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 class Count(TorchDispatchMode):
@@ -62,7 +63,7 @@ class Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls += 1
-        self.kernels += not func.is_view and func.overloadpacket.__name__ not in ALLOCATIONS
+        self.kernels += not func.is_view and func.overloadpacket.__name__ not in NO_KERNELS
         return func(*args, **(kwargs or {}))
 
 
@@ -88,6 +89,17 @@ def steps_of(name: str, device: str) -> dict[str, Callable[[], None]]:
     return steps
 
 
+def cpu_times(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of the process's own time, one step a round, so that other processes have a smaller part in them."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            began = time.process_time()
+            step()
+            times[name].append(time.process_time() - began)
+    return times
+
+
 def measure(name: str, device: str, rounds: int) -> list[dict[str, Any]]:
     steps = steps_of(name, device)
     for step in steps.values():  # also a step's checks of its first call
@@ -96,7 +108,7 @@ def measure(name: str, device: str, rounds: int) -> list[dict[str, Any]]:
     for option, step in steps.items():
         with Count() as counts[option]:
             step()
-    times = take_turns(steps, rounds, device == "cuda")
+    times = take_turns(steps, rounds, True) if device == "cuda" else cpu_times(steps, rounds)
     rows = []
     for option, seconds in times.items():
         ratios = [s / one for s, one in zip(seconds, times["plain"], strict=True)]

@@ -54,6 +54,16 @@ def test_measured_figures_are_those_of_the_result_files(page, tmp_path):
     assert filled.read_text() == (ROOT / page).read_text()
 
 
+def test_the_overhead_of_eager_steps_is_that_of_the_result_file():
+    """After new results: benchmarks/eager_overhead.py --label after --out results/bench/cpu-eager-overhead.json"""
+    runs = json.loads((BENCH / "cpu-eager-overhead.json").read_text())["runs"]
+    rows = {(row["net"], row["step"]): row for row in runs["after"]["rows"]}
+    text = " ".join((ROOT / "docs" / "speed.md").read_text().replace(" takes", "").split())
+    for net in ("plain-20", "ResNet-18", "ViT-Tiny"):
+        plain, paper = rows[net, "plain"], rows[net, "paper, strength"]
+        assert f"{net} {paper['ratio']:.2f}x with {paper['kernels'] / plain['kernels']:.2f}x the kernels" in text
+
+
 @pytest.mark.parametrize("device", ["cpu", "h200"])
 def test_exponents_are_those_of_the_result_files(device):
     sweeps = json.loads((BENCH / f"{device}-scaling.json").read_text())["sweeps"]

@@ -81,6 +81,7 @@ __all__ = [
     "function_modes_enabled",
     "get_proxy_mode",
     "gradient_edge",
+    "has_dispatch_modes",
     "has_gradient_hooks",
     "has_saved_tensor_hooks",
     "innermost_function_mode",
@@ -100,6 +101,7 @@ __all__ = [
     "set_mkldnn_enabled",
     "set_trace_switches",
     "silu",
+    "softmax_backward",
     "to_copy",
     "trace_switches",
     "tree_flatten",
@@ -139,6 +141,9 @@ foreach_norm = torch._foreach_norm
 # seen in 2.10 to 2.13: softmax, zero in a row that is masked as a whole
 safe_softmax = torch.ops.aten._safe_softmax
 
+# seen in 2.10 to 2.13: the backward of softmax, given its result
+softmax_backward = torch.ops.aten._softmax_backward_data.default
+
 # seen in 2.10 to 2.13: what softmax and log_softmax are in a graph; their last argument is for half formats
 aten_softmax = torch.ops.aten._softmax
 aten_log_softmax = torch.ops.aten._log_softmax
@@ -156,8 +161,8 @@ local_scalar_dense = torch.ops.aten._local_scalar_dense
 nested_from_mask = torch.ops.aten._nested_tensor_from_mask_left_aligned
 
 # seen in 2.10 to 2.13: batch norm with the choice of its implementation, and the backward pass of that choice
-batch_norm_forward = torch.ops.aten._batch_norm_impl_index
-batch_norm_backward = torch.ops.aten._batch_norm_impl_index_backward
+batch_norm_forward = torch.ops.aten._batch_norm_impl_index.default
+batch_norm_backward = torch.ops.aten._batch_norm_impl_index_backward.default
 
 # seen in 2.10 to 2.13: batch norm whose schema says that it writes to the running statistics, or returns them
 batch_norm_legit = torch.ops.aten._native_batch_norm_legit
@@ -211,8 +216,13 @@ def innermost_function_mode() -> Any:
 
 
 def is_traced() -> bool:
-    """Whether a tracer writes down what runs; seen in 2.10 to 2.13. Without any dispatch mode the answer is quick."""
-    return torch._C._len_torch_dispatch_stack() > 0 and get_proxy_mode() is not None
+    """Whether a tracer writes down what runs. Without any dispatch mode the answer is quick."""
+    return has_dispatch_modes() and get_proxy_mode() is not None
+
+
+def has_dispatch_modes() -> bool:
+    """Whether a mode is shown every ATen operation, a tracer or another; seen in 2.10 to 2.13."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def gradient_edge(z: Tensor) -> GradientEdge:

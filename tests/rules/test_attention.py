@@ -22,7 +22,7 @@ import threepass
 from threepass.compile.rewrite.fuse_attention import pack_errors
 from threepass.kernels.attention import attention_bend, attention_bend_packed, attention_tangent
 from threepass.rules import attention, generic
-from threepass.rules.attention import Scores, curved, tangent
+from threepass.rules.attention import Scores, _batched_tangent, curved, tangent
 from threepass.rules.table import rule_for
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -335,3 +335,13 @@ def test_on_a_gpu_the_kernels_are_in_the_graph(monkeypatch, shape):
     ops = torch.ops.threepass
     assert {ops.attention_tangent.default, ops.attention_bend.default} <= seen
     assert torch.ops.aten.bmm.default not in seen
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [(), (2, 3)])
+def test_the_tangent_in_few_launches_is_the_tangent(causal, heads):
+    torch.manual_seed(0)
+    q, k, v, t_q, t_k, t_v = (torch.randn(*heads, 4, n, dtype=torch.float64) for n in (5, 5, 6, 5, 5, 6))
+    scores = Scores(0.3, causal)
+    got = _batched_tangent(q, k, v, t_q, t_k, t_v, scores).view(*heads, 4, 6)
+    torch.testing.assert_close(got, tangent(q, k, v, t_q, t_k, t_v, scores))

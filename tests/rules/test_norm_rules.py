@@ -14,6 +14,7 @@ from threepass.core.engine import backward, forward
 from threepass.core.options import Options
 from threepass.core.plan import make_plan
 from threepass.rules import generic
+from threepass.rules import norm as norm_rules
 from threepass.tape.record import Record
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
@@ -270,3 +271,29 @@ def test_checkpointed_batch_norm():
     block.forward = lambda z: torch.utils.checkpoint.checkpoint(plain, z, use_reentrant=False)
     for mode, r in expected.items():
         assert_close(run(model, x, y, mode=mode).third_grads, r.third_grads, 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["batch_norm", "layer_norm"])
+@pytest.mark.parametrize("affine", [True, False])
+def test_pytorchs_kernels_compute_the_formulas(kind, affine, monkeypatch):
+    """In an eager step they take the place of the formulas, which a captured step has."""
+    torch.manual_seed(0)
+    a, d, t = (torch.randn(4, 3, 5, dtype=D) for _ in range(3))
+    size = 3 if kind == "batch_norm" else 5
+    weight, bias = (torch.randn(size, dtype=D) for _ in range(2)) if affine else (None, None)
+    if affine:
+        weight[0] = 0
+    found = []
+    for traced in (False, True):
+        monkeypatch.setattr(norm_rules, "is_traced", lambda traced=traced: traced)
+        if kind == "batch_norm":
+            lin = norm_rules.batch_norm(a, a, weight, bias, None, None, True, 0.1, 1e-5, True)
+            extra = (torch.ones(3, dtype=D),)
+        else:
+            lin, extra = norm_rules.layer_norm(a, a, [5], weight, bias), ()
+        s = lin.tangent(t)
+        terms = [s, lin.push(s), lin.pull(d), lin.curve(d, t, *extra), lin.signal]
+        terms += [f(d, lin.signal) for f in lin.grad.values()] + [f(d) for f in lin.add.values()]
+        found.append(terms + [f(d, s)[1:] for f in lin.third.values()])
+    for native, formula in zip(*found, strict=True):
+        torch.testing.assert_close(native, formula, rtol=1e-12, atol=1e-12)

@@ -25,7 +25,7 @@ from ..tape.intercept import intercepting_functions
 from ..tape.operation import Operation
 from ..tape.record import Record
 from ..tape.signals import ActivationMeta
-from ..tape.state import autograd_enabled, unchanged_on_error
+from ..tape.state import autograd_enabled, unchanged_on_error, without_garbage_collection
 from .exact import backward_again
 from .gradients import Gradients
 from .options import InputOptions, Options, check_loss, check_model, check_x, own_loss
@@ -135,10 +135,11 @@ def run(
         seed = torch.zeros((), dtype=torch.int32, device=weights[0].device) if seed is None else seed_op(seed)
     x = dict(x) if isinstance(x, Mapping) else x
     step = _Step(model, loss_fn, x, y, options, third and options.has_third_term, warn, weights, seed)
-    try:
-        return _three_passes(step, module_paths=False)
-    except UnsupportedError:  # fails again, with the names of the modules
-        return _three_passes(step, module_paths=True)
+    with without_garbage_collection():
+        try:
+            return _three_passes(step, module_paths=False)
+        except UnsupportedError:  # fails again, with the names of the modules
+            return _three_passes(step, module_paths=True)
 
 
 class _Step(NamedTuple):
@@ -244,7 +245,7 @@ def backward(tape: Record, plan: Plan, loss: Tensor) -> tuple[list[Tensor], dict
     leaves = [leaf for _, leaf, _ in tape.inputs]
     wanted: list[Any] = [*leaves, *(z for op in ops for z in (*op.error_edges, *(leaf for _, leaf in op.leaves)))]
     with tape.recomputing():
-        grads = iter(torch.autograd.grad(loss, wanted, torch.ones_like(loss) * plan.loss_error, allow_unused=True))
+        grads = iter(torch.autograd.grad(loss, wanted, _times_ones(plan.loss_error, loss), allow_unused=True))
     dx = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=False)]
     errors = {}
     for op in ops:
@@ -303,7 +304,11 @@ def _start(plan: Plan, dx: list[Tensor], slopes: list[Tensor] | None, batch: flo
 
 def _start_of_backward(tape: Record, plan: Plan, loss: Tensor) -> list[tuple[ActivationMeta, Tensor]]:
     """R{d} at the loss: zero, or with a joint backward pass the error of the loss."""
-    return [(tape.meta_of(loss), torch.ones_like(loss) * (plan.loss_error * plan.back))] if plan.is_joint else []
+    return [(tape.meta_of(loss), _times_ones(plan.loss_error * plan.back, loss))] if plan.is_joint else []
+
+
+def _times_ones(scale: Scale, z: Tensor) -> Tensor:
+    return torch.ones_like(z) * scale if isinstance(scale, Tensor) else torch.full_like(z, scale)
 
 
 def check_hooks(tape: Record, advice: str) -> None:
@@ -321,8 +326,10 @@ def _input_loss(
     batch, penalty = step.options.part(samples), step.options.penalty
     wide = [g.to(accumulate_dtype(g.dtype)) for g in dx]
     if penalty == "l2":
-        squares = [g.div(plan.error_scale).square().sum() for g in wide]
-        return 0.5 * torch.stack(squares).sum() * (batch**2 / samples), None
+        has_scale = isinstance(plan.error_scale, Tensor) or plan.error_scale != 1
+        squares = [(g.div(plan.error_scale) if has_scale else g).square().sum() for g in wide]
+        total = squares[0] if len(squares) == 1 else torch.stack(squares).sum()
+        return total * (0.5 * batch**2 / samples), None
     per_sample = [g * (batch / plan.error_scale) for g in wide]
     return evaluate(penalty, per_sample, samples, partial(like_x, step.x, step.options, tape))
 

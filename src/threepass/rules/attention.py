@@ -17,15 +17,16 @@ chip (`kernels/attention`); here they are written out, for every other call.
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._torch_compat import safe_softmax
+from .._torch_compat import has_dispatch_modes, is_traced, safe_softmax, softmax_backward
 from ..kernels import runs_on
-from ..kernels.attention import attention_bend, attention_tangent
+from ..kernels.attention import attention_bend, attention_tangent, launch_bend, launch_tangent
 from .table import Linearization, Signal, rule
 
 
@@ -44,6 +45,8 @@ def attention(
         t_q, t_k, t_v = _to(u.dtype, t)
         if fused:
             return _fused_tangent(u, *values, t_q, t_k, t_v, scores)
+        if _is_plain((*values, t_q, t_k, t_v), scores):
+            return _batched_tangent(*values, t_q, t_k, t_v, scores).view(u.shape)
         t_u = tangent(*values, t_q, t_k, t_v, scores)
         return torch.zeros_like(u, device=q.device) if t_u is None else t_u
 
@@ -77,6 +80,25 @@ def tangent(q, k, v, t_q, t_k, t_v, scores: Scores) -> Tensor | None:
     """t_u; a tangent that is None is zero."""
     p = scores.softmax(q, k)
     return _sum(_product(p, t_v), _product(_tangent_of_softmax(p, q, k, t_q, t_k, scores), v))
+
+
+def _is_plain(operands: Sequence[Tensor | None], scores: Scores) -> bool:
+    """Whether `_batched_tangent` serves a call: an eager one in a wide format, with all tangents and without a mask."""
+    shapes = {None if z is None else z.shape[:-2] for z in operands}
+    is_wide = operands[0] is not None and operands[0].dtype in (torch.float32, torch.float64)
+    return is_wide and scores.mask is None and None not in shapes and len(shapes) == 1 and not is_traced()
+
+
+def _batched_tangent(q, k, v, t_q, t_k, t_v, scores: Scores) -> Tensor:
+    """`tangent` in fewer launches, with batch and heads as one dimension: softmax's own backward is its tangent too."""
+    q, k, v, t_q, t_k, t_v = (z.reshape(-1, *z.shape[-2:]) for z in (q, k, v, t_q, t_k, t_v))
+    scale = scores.scale
+    s = torch.baddbmm(q.new_empty(1, 1, 1), q, k.mT, beta=0, alpha=scale)
+    if scores.causal:
+        s = s.masked_fill_(torch.ones(s.shape[1:], dtype=torch.bool, device=s.device).triu(1), -math.inf)
+    p = s.softmax(-1)
+    t_s = torch.baddbmm(torch.bmm(t_q, k.mT), q, t_k.mT, beta=scale, alpha=scale)
+    return torch.baddbmm(torch.bmm(p, t_v), softmax_backward(t_s, p, -1, p.dtype), v)
 
 
 def curved(q, k, v, t_q, t_k, t_v, d, r, scores: Scores) -> Signal:
@@ -152,7 +174,8 @@ def _widest_head(device: torch.device, dtype: torch.dtype) -> int:
 def _fused_tangent(u, q, k, v, t_q, t_k, t_v, scores: Scores) -> Tensor:
     by_token = u.dim() == 4 and u.stride(1) < u.stride(2)
     operands = map(_with_heads, (q, k, v, t_q, t_k, t_v))
-    return attention_tangent(*operands, scores.scale, scores.causal, _float32_products(), by_token).view(u.shape)
+    run = attention_tangent if has_dispatch_modes() else launch_tangent
+    return run(*operands, scores.scale, scores.causal, _float32_products(), by_token).view(u.shape)
 
 
 def _fused_bend(q, k, v, t_q, t_k, t_v, d, r, scores: Scores) -> Signal:
@@ -160,7 +183,8 @@ def _fused_bend(q, k, v, t_q, t_k, t_v, d, r, scores: Scores) -> Signal:
     if d is None:
         d = torch.zeros_like(r)
     operands = map(_with_heads, (q, k, v, t_q, t_k, t_v, d, r))
-    bent = attention_bend(*operands, scores.scale, scores.causal, _float32_products(), by_token)
+    run = attention_bend if has_dispatch_modes() else launch_bend
+    bent = run(*operands, scores.scale, scores.causal, _float32_products(), by_token)
     return [s.view(z.shape) for s, z in zip(bent, (q, k, v), strict=True)]
 
 

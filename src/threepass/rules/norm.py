@@ -28,7 +28,7 @@ def _tap(a, weight, bias, running_mean, running_var, training, momentum, eps, cu
     """Batch norm in training mode, on an alias of a and on leaves of its own for scale and shift."""
     if not _at_input(a, weight, training):
         return None
-    a = _aten.alias(a)
+    a = _aten.alias.default(a)
     w = (_ones(a, running_mean) if weight is None else weight.detach()).requires_grad_()
     b = None if bias is None else bias.detach().requires_grad_()
     u = _BatchNorm.apply(a, w, b, running_mean, running_var, momentum, eps, cudnn_enabled)
@@ -68,7 +68,7 @@ class _BatchNorm(torch.autograd.Function):
         (kind, eps), mask = ctx.how, list(ctx.needs_input_grad[:3])
         w = _nudged(weight) if _is_native(a, weight) else norm.not_zero(weight)
         if kind == _NATIVE or has_symbolic_shape(a):
-            errors = _aten.native_batch_norm_backward(d, a, w, None, None, mean, rstd, True, eps, mask)
+            errors = _aten.native_batch_norm_backward.default(d, a, w, None, None, mean, rstd, True, eps, mask)
         else:
             errors = batch_norm_backward(kind, a, d, w, None, None, mean, rstd, True, eps, mask, reserve)
         return *(e if needed else None for e, needed in zip(errors, mask, strict=True)), *[None] * 5

@@ -75,7 +75,9 @@ class Operation:
         """Before pass 2, where pass 3 will carry the mix: frees a, or, of a ReLU's u, all but its sign."""
         if self.output is None or self.rule is None:
             return
-        if self.rule.reads == "u":
+        if self.name in ("relu", "relu_"):
+            self.output = self.output.ne(0)  # NaN is not
+        elif self.rule.reads == "u":
             self.output = self.output.le(0).logical_not_()
         else:
             i, _ = self.active[0]

@@ -1,6 +1,7 @@
 """State that a step sets or restores: autograd's switches, buffers and random state."""
 
 import contextlib
+import gc
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,22 @@ def autograd_enabled() -> Iterator[None]:
         if is_dynamo_imported():
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Puts off Python's cyclic garbage collector, which a tape's many objects would set off several times a step.
+
+    They are freed when the step ends, by their reference counts; what the collector counts is then back where it was.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @contextlib.contextmanager
@@ -63,7 +80,7 @@ class _Buffers:
             parts = copy.split([b.numel() for b in group]) if strided else [copy]
             for buffer, part in zip(group, parts, strict=True):
                 contents = part.view(buffer.shape) if strided else part
-                if not torch.equal(buffer, contents):
+                if not strided or not torch.equal(buffer, contents):
                     buffer.copy_(contents)
 
 

@@ -17,6 +17,16 @@ def _kernels():
     return triton_kernel
 
 
+def launch_tangent(*operands) -> Tensor:
+    """`attention_tangent` without the dispatcher, which takes longer than the launch: for eager steps."""
+    return _kernels().launch_tangent(*operands)
+
+
+def launch_bend(*operands) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention_bend` likewise."""
+    return _kernels().launch_bend(*operands)
+
+
 @torch.library.custom_op("threepass::attention_tangent", mutates_args=())
 def attention_tangent(
     q: Tensor,
