@@ -11,7 +11,7 @@ import threepass
 
 SOURCE = Path(threepass.__file__).parent
 LAYERS = [  # the lowest first
-    {"errors", "_torch_compat"},
+    {"errors", "_torch_compat", "_version"},
     {"numerics"},
     {"kernels"},
     {"rules"},

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...train.checkpoint import code_version
+from ..._version import code_version
 from ...train.runs import Run
 from ..gather import is_finite
 from .plan import Job, command_line
