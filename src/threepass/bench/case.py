@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import models
+from .._version import commit
 from ..errors import NormalizationWarning
 from .forms import Form, FormError, best, eager, reason
 from .limits import layers, limits, operations
@@ -253,6 +254,7 @@ def machine(device: str) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if cuda else None,
         "triton": _triton(),
         "python": platform.python_version(),
+        "commit": commit(),
     }
 
 

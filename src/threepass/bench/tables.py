@@ -17,7 +17,7 @@ PRECISIONS = {"float32": "float32", "tf32": "TF32", "bf16": "bf16"}
 ENCODER = "nn.TransformerEncoder, width 128, 4 layers, 64 tokens"
 RIVALS = {  # the columns of the short tables
     "paper mode": "paper", "exact mode": "exact", "SAM": "sam", "finite differences": "finite",
-    "double backward": "double",
+    "Jacobian penalty": "jacobian", "double backward": "double",
 }  # fmt: skip
 COSTS = {  # their rows: file, and eager or compiled
     "plain-20, GPU, eager": ("h200-plain20-128-tf32", "eager"),
