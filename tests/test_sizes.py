@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from test_layers import MODULES
+from modules import MODULES
 
 LINES, PARAMETERS = 50, 6
 LONG = {"cli.reproduce", "study.compare.compare", "train.loop.fit"}  # with the options that users may give, described

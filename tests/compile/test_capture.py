@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from close import assert_close
-from test_precision import BATCH, WIDTH, loss_of_scale, net
+from narrow import BATCH, WIDTH, loss_of_scale, net
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
