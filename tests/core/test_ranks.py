@@ -319,11 +319,6 @@ def mixed_precision(x, y):
     threepass.ThreePass(model, F.cross_entropy)(x, y)
 
 
-def synchronised_norm(x, y):
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(net(norm=True))
-    threepass.ThreePass(model, F.cross_entropy)(x, y)
-
-
 def pure_and_static(x, y):
     threepass.three_pass(DistributedDataParallel(net(), static_graph=True), F.cross_entropy, x, y)
 
@@ -374,7 +369,7 @@ def results(rank: int) -> dict:
         f.__name__: refused(f)
         for f in (
             on_wrapper, inside_and_static, pure_and_static, fully_sharded, mixed_precision,
-            synchronised_norm, different_groups,
+            different_groups,
         )
     }  # fmt: skip
     table["refused"]["not_a_member"] = refused(not_a_member, ValueError)
@@ -572,7 +567,6 @@ def test_compiled_steps_with_batch_norm(ranks):
         ("inside_and_static", ["static_graph=True", "wraps the whole model"]),
         ("fully_sharded", ["FullyShardedDataParallel", "use fully_shard"]),
         ("mixed_precision", ["mixed_precision", "use torch.autocast"]),
-        ("synchronised_norm", ["SyncBatchNorm", "use BatchNorm"]),
         ("pure_and_static", ["static_graph=True", "pass its .module"]),
         ("different_groups", ["[1, 2]", "by DistributedDataParallel or fully_shard", "wrap the whole model once"]),
     ],
