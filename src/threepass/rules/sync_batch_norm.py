@@ -9,7 +9,7 @@ Every sum is a collective operation, which all ranks have to call in the same or
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,16 @@ def has_synchronized_norm(model: nn.Module) -> bool:
     return dist.is_available() and dist.is_initialized() and any(map(is_synchronized, model.modules()))
 
 
+class Statistics(NamedTuple):
+    """Of the samples of all ranks: mean and variance of the channels; share: the part of the samples on this rank."""
+
+    mean: Tensor
+    var: Tensor
+    share: Tensor
+    eps: float
+    group: Any
+
+
 def forward(module: nn.SyncBatchNorm, a: Tensor) -> Tensor:
     """The forward of an `nn.SyncBatchNorm` that `is_synchronized`; PyTorch's own refuses tensors on a CPU."""
     if a.dim() < 2:
@@ -41,8 +51,8 @@ def forward(module: nn.SyncBatchNorm, a: Tensor) -> Tensor:
     with torch.no_grad():
         mean, var, count = _statistics(a, group)
         _track(module, mean, var, count)
-        share = a.numel() / a.shape[1] / count
-    return SyncBatchNorm.apply(a, module.weight, module.bias, mean, var, share, module.eps, group)
+        statistics = Statistics(mean, var, a.numel() / a.shape[1] / count, module.eps, group)
+    return SyncBatchNorm.apply(a, module.weight, module.bias, statistics)
 
 
 def _statistics(a: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,30 +80,32 @@ def _track(module: nn.SyncBatchNorm, mean: Tensor, var: Tensor, count: Tensor) -
 
 
 class SyncBatchNorm(torch.autograd.Function):
-    """u = w (a - mean) / std + b, with statistics of all ranks; share: the part of their samples that this rank has."""
+    """u = w (a - mean) / std + b, with statistics of all ranks."""
 
     @staticmethod
-    def forward(ctx, a, weight, bias, mean, var, share, eps, group):
-        ctx.save_for_backward(a, weight, bias, mean, var, share)
-        ctx.how = eps, group
+    def forward(ctx, a, weight, bias, statistics):
+        ctx.save_for_backward(a, weight, bias)
+        ctx.statistics = statistics
+        mean, var, _, eps, _ = statistics
         return torch.batch_norm(a, weight, bias, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d):
-        a, weight, bias, mean, var, share = ctx.saved_tensors
-        lin = sync_batch_norm(d, a, weight, bias, mean, var, share, *ctx.how)
+        a, weight, bias = ctx.saved_tensors
+        lin = sync_batch_norm(d, a, weight, bias, ctx.statistics)
         assert lin is not None
         assert lin.pull is not None
         d_a = lin.pull(d).to(a.dtype)  # on all ranks, whichever of them need it
         d_weight = lin.grad[weight](d, lin.signal) if ctx.needs_input_grad[1] else None
         d_bias = lin.add[bias](d) if ctx.needs_input_grad[2] else None
-        return d_a, d_weight, d_bias, *[None] * 5
+        return d_a, d_weight, d_bias, None
 
 
 @rule(SyncBatchNorm)
-def sync_batch_norm(u, a, weight, bias, mean, var, share, eps, group) -> Linearization:
+def sync_batch_norm(u, a, weight, bias, statistics) -> Linearization:
     """Over the batches of all ranks and the positions of each channel."""
+    mean, var, share, eps, group = statistics
     dims, shape = channels(a)
     rstd = (var + eps).rsqrt().view(shape)
     x_hat = (a.detach().to(rstd.dtype) - mean.view(shape)) * rstd
