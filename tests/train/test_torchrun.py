@@ -34,9 +34,10 @@ class Double(nn.Module):
         self.calls, self.last_call = 0, last_call
 
     def forward(self, x):
-        self.calls += self.training
-        if self.calls == self.last_call and os.environ.get("RANK") == "1":
-            os._exit(13)
+        if self.last_call is not None:
+            self.calls += self.training
+            if self.calls == self.last_call and os.environ.get("RANK") == "1":
+                os._exit(13)
         return self.net(x.flatten(1).double())
 '''
 COMMON = {"model": "double:Double", "device": "cpu", "batch-size": 256, "lr": 0.1, "alpha": 0.5, "probe-every": 0}
