@@ -1,4 +1,4 @@
-"""Models of transformers and of peft, from their configurations: exact mode is double backward, whatever they switch on."""
+"""Models of transformers and peft, from their configurations: exact mode is double backward, whatever is in use."""
 
 import copy
 
@@ -76,6 +76,7 @@ def captured(model, loss_fn, x, y, mode) -> dict:
 def with_lora(name: str):
     """Every layer of attention with a trained low-rank term; all other weights are frozen."""
     import peft
+
     model, *rest = problem(name)
     config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=ATTENTION[name], fan_in_fan_out=name == "gpt2_mask")
     model = peft.get_peft_model(model, config).double().train()

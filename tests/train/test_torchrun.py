@@ -146,7 +146,7 @@ def torchrun(folder: Path, *given: str) -> subprocess.CompletedProcess:
     source = str(Path(threepass.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
     command += [free_port(), "-m", "threepass", *given]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_a_rank_that_dies_ends_the_job_and_the_run_goes_on(runs, monkeypatch):
