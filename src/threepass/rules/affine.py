@@ -48,7 +48,7 @@ def addmm(u, bias, a, weight, *, beta=1, alpha=1, active) -> Linearization | Non
         signal=a.detach().to(u.dtype),
         tangent=lambda t: t.to(u.dtype),
         push=lambda s: s @ w,
-        mix=lambda m, back: torch.addmm(_times(back, bias, u.dtype), m.to(u.dtype), w),
+        mix=lambda m, back: torch.addmm(_scaled(bias, back).to(u.dtype), m.to(u.dtype), w),
         pull=lambda d: (d @ w.mT).to(a.dtype),
         grad={weight: lambda d, s: s.mT @ d},
         add={bias: lambda d: d.sum(0)},
@@ -102,9 +102,11 @@ def _convolution(u, a, weight, bias, how: Geometry) -> Linearization | None:
 
 
 def _times(back, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if bias is None:
-        return None
-    return (bias if isinstance(back, float) and back == 1 else back * bias).to(dtype)
+    return None if bias is None else _scaled(bias, back).to(dtype)
+
+
+def _scaled(bias: Tensor, back) -> Tensor:
+    return bias if isinstance(back, float) and back == 1 else back * bias
 
 
 def _per_dim(value, dims: int) -> list[int]:
