@@ -84,6 +84,8 @@ __all__ = [
     "is_wrapped_by_compile",
     "keep_for_inductor",
     "kernel_switches",
+    "leaky_relu",
+    "leaky_relu_",
     "local_scalar_dense",
     "make_fx",
     "nested_from_mask",
@@ -123,6 +125,9 @@ number_of_function_modes = torch._C._len_torch_function_stack
 
 # seen in 2.10 to 2.13: what F.silu calls, and what a mode is shown of it
 silu = torch._C._nn.silu
+
+# seen in 2.10 to 2.13: what F.leaky_relu calls
+leaky_relu, leaky_relu_ = torch._C._nn.leaky_relu, torch._C._nn.leaky_relu_
 
 # seen in 2.10 to 2.13: one operation on each of many tensors, in one launch
 foreach_add_ = torch._foreach_add_

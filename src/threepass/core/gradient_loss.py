@@ -11,7 +11,8 @@ L depends on the weights through the output and through g. With e and t_0 held f
     dL/dw = d/dw < e , output > + d/dw < t_0 , dvalue/dx > = d (x) t + R{d} (x) a.
 
 The first term is an ordinary backward pass from e, the second is exact mode's (`exact.py`). Both are linear in what
-pass 4 starts from, so that one pass 4 serves them together.
+pass 4 starts from, so that one pass 4 serves them together. Some piecewise linear nets need no pass 4
+(`samplewise.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from .gradients import Gradients
 from .options import check_input_options, check_loss, check_model, check_tensors
 from .penalty import check_finite
 from .plan import joint_plan
+from .samplewise import is_samplewise, samplewise_plan
 from .warn import warn_of_other_leaves
 from .wrt import Wrt, as_wrt, map_inputs
 
@@ -151,6 +153,7 @@ def _passes(model, loss_fn, x, y, options: GradientOptions, warn: bool, seed, mo
         tape = Record(next(model.parameters()).device.type, module_paths)
         value_fn = options.value_fn or _summed
         output, value = forward(model, lambda out, _: value_fn(out), x, y, tape, options, _check_value)
+        samplewise = options.value_fn is None and not options.separate and is_samplewise(tape, output)
         tape.prune(to_loss=True)
         plan = joint_plan(tape, compiled=seed is not None)
 
@@ -163,6 +166,8 @@ def _passes(model, loss_fn, x, y, options: GradientOptions, warn: bool, seed, mo
         size = loss.scale_down(tape) if tape.half else 1.0
 
         # Pass 3: forward again, from t_0. Pass 4: backward again, from e.
+        if samplewise and loss.e:
+            plan = samplewise_plan(plan, loss.e[0][1])
         gradients = [Gradients(plan, 1.0, seed) for _ in range(2 if options.separate else 1)]
         first, last = gradients[0], gradients[-1]
         with torch.no_grad():
@@ -171,7 +176,9 @@ def _passes(model, loss_fn, x, y, options: GradientOptions, warn: bool, seed, mo
                 backward_again(tape, list(steps), [], first)
                 for step in steps:
                     step.free_signals()
-            backward_again(tape, steps, loss.starts(tape, last), last)
+            start = loss.starts(tape, last)
+            if plan.exact:
+                backward_again(tape, steps, start, last)
         if tape.problems:
             raise UnsupportedError(tape.problems)
         if warn:

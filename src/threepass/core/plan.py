@@ -92,6 +92,7 @@ class Plan:
         error_scale: what every error is multiplied by: error_unit, and `back` where the errors carry it.
         loss_error: the error of the loss, from which pass 2 starts.
         tangent_scale: t_0 is this times dl/dx.
+        sample_weights: a further weight of backpropagation's term for each sample along dimension 0 (`samplewise.py`).
     """
 
     terms: Terms
@@ -106,6 +107,7 @@ class Plan:
     error_scale: Scale
     loss_error: Scale
     tangent_scale: float
+    sample_weights: Tensor | None = None
 
     @property
     def case(self) -> Case:

@@ -30,6 +30,14 @@ def permute(u: Tensor, a: Tensor, *places, dims=None) -> Linearization:
     return Linearization(push=lambda t: t.permute(order), pull=lambda r: r.permute(back))
 
 
+@rule(torch.diagonal, Tensor.diagonal, flat=True)
+def diagonal(u: Tensor, a: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Linearization:
+    def pull(r: Tensor) -> Tensor:
+        return torch.diagonal_scatter(r.new_zeros(a.shape), r, offset, dim1, dim2)
+
+    return Linearization(push=lambda t: t.diagonal(offset, dim1, dim2), pull=pull)
+
+
 @rule(Tensor.expand, Tensor.expand_as, flat=True)
 def expand(u: Tensor, a: Tensor, *shape) -> Linearization:
     return Linearization(push=lambda t: t.expand(u.shape), pull=lambda r: r.sum_to_size(a.shape))

@@ -24,12 +24,14 @@ from .._torch_compat import (
     function_modes,
     function_modes_enabled,
     get_proxy_mode,
+    leaky_relu,
     python_function_of,
     set_trace_switches,
     trace_switches,
     tree_map,
 )
 from ..rules import sync_batch_norm
+from ..rules.product import einsum_in_pairs
 from ..rules.table import name_of
 from .arguments import flatten, tensors_in, unflatten
 
@@ -136,8 +138,16 @@ def rows_as_index_select(func, values, spec):
     return torch.index_select, *flatten((a, 0, rows), {})
 
 
+def negative_slope_as_weight(func, values, spec):
+    """A leaky ReLU with a negative slope, whose result does not have the sign of its argument, as a constant PReLU."""
+    (a, *given), kwargs = unflatten(values, spec)
+    slope = (*given, *kwargs.values(), 0.01)[0]
+    return (func, values, spec) if slope >= 0 else (torch.prelu, *flatten((a, a.new_full((1,), slope)), {}))
+
+
 REPLACED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(DROPOUT, dropout_as_product),
+    leaky_relu: negative_slope_as_weight,
     Tensor.__getitem__: rows_as_index_select,
 }
 
@@ -155,8 +165,10 @@ def _is_name_of_write(name: str) -> bool:
 def python_body(func) -> Callable[..., Any] | None:
     """A copy of a pure-Python torch function whose `has_torch_function` checks return False.
 
-    A mode then intercepts the calls inside it. None for other functions.
+    A mode then intercepts the calls inside it. None for other functions. `torch.einsum` has a body of our own.
     """
+    if func is torch.einsum:
+        return einsum_in_pairs
     if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch"):
         return None
     return _without_checks(func)
