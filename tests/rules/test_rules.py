@@ -50,7 +50,24 @@ GRID = [
     ("sin", torch.sin, (r(4, 5),), [], []),
     ("cos", torch.cos, (r(4, 5),), [], []),
     ("sqrt", torch.sqrt, (r(4, 5).exp(),), [], []),
+    ("leaky-relu", torch._C._nn.leaky_relu, (r(4, 5), 0.2), [], []),
     ("square", torch.square, (r(4, 5),), [], []),
+    ("rsqrt", torch.rsqrt, (r(4, 5).exp(),), [], []),
+    ("reciprocal", torch.reciprocal, (r(4, 5).exp(),), [], []),
+    ("log", torch.log, (r(4, 5).exp(),), [], []),
+    ("abs", torch.abs, (r(4, 5),), [], []),
+    ("rsub-number", torch.rsub, (r(4, 5), 1), [], []),
+    ("rsub-weight", functools.partial(torch.rsub, alpha=3), (r(4, 5), r(3, 1, 5)), [], [1]),
+    ("matmul-weight", torch.matmul, (r(2, 4, 5), r(5, 3)), [1], []),
+    ("matmul-vector", torch.matmul, (r(2, 4, 5), r(5)), [1], []),
+    ("outer-weight", torch.outer, (r(4), r(5)), [1], []),
+    ("std", torch.std, (r(4, 5), 0), [], []),
+    ("std-biased", torch.std, (r(4, 5, 3), (0, -1), False, True), [], []),
+    ("std-whole", functools.partial(torch.std, correction=2), (r(4, 5),), [], []),
+    ("diagonal", torch.diagonal, (r(4, 5, 3), 1, -1, 0), [], []),
+    ("repeat", torch.Tensor.repeat, (r(4, 1, 2), 2, 3, 5, 1), [], []),
+    ("norm", torch.linalg.norm, (r(4, 5), None, -1), [], []),
+    ("norm-whole", torch.linalg.norm, (r(4, 5),), [], []),
     ("pow-3", torch.pow, (r(4, 5), 3), [], []),
     ("pow-1", torch.pow, (r(4, 5) * torch.tensor([0.0, 1, 1, 1, 1]), 1), [], []),
     ("pow-half", torch.pow, (r(4, 5).exp(), -0.5), [], []),
@@ -173,10 +190,26 @@ SEVERAL = [  # functions of two activations, as functions of them alone, with th
     ("div-broadcast", torch.div, lambda a, b: (a, b), (r(4, 1), r(3, 1, 5).exp()), (0, 1)),
     ("mul", torch.mul, lambda a, b: (a, b), (r(4, 5), r(4, 5)), (0, 1)),
     ("mul-broadcast", torch.mul, lambda a, b: (a, b), (r(4, 1), r(3, 1, 5)), (0, 1)),
+    ("cat", torch.cat, lambda a, b: ([a, b], 1), (r(4, 5), r(4, 2)), (0, 1)),
+    ("stack", torch.stack, lambda a, b: ([a, b], -1), (r(4, 5), r(4, 5)), (0, 1)),
+    ("where", torch.where, lambda a, b: (WHERE, a, b), (r(4, 5), r(5)), (1, 2)),
+    ("matmul", torch.matmul, lambda a, b: (a, b), (r(2, 1, 4, 5), r(3, 5, 2)), (0, 1)),
+    ("bmm", torch.bmm, lambda a, b: (a, b), (r(2, 4, 5), r(2, 5, 3)), (0, 1)),
+    ("outer", torch.outer, lambda a, b: (a, b), (r(4), r(3)), (0, 1)),
+    ("einsum", torch.einsum, lambda a, b: ("nij,jk->kn", a, b), (r(2, 3, 4), r(4, 5)), (1, 2)),
+    ("rsub", torch.rsub, lambda a, b: (a, b), (r(4, 1), r(3, 1, 5)), (0, 1)),
+    (
+        "scatter-sum",
+        torch.scatter_reduce,
+        lambda a, b: (a, 1, INDEX.expand(4, 6), b, "sum"),
+        (r(4, 5), r(4, 6)),
+        (0, 3),
+    ),
     ("index-add", torch.index_add, lambda a, b: (a, 1, INDEX, b), (r(4, 5), r(4, 6)), (0, 3)),
     ("scatter-add", torch.scatter_add, lambda a, b: (a, 1, INDEX.expand(4, 6), b), (r(4, 5), r(4, 6)), (0, 3)),
 ]
 INDEX = torch.tensor([0, 3, 3, 1, 0, 4])
+WHERE = torch.tensor([True, False, False, True, True])
 
 
 @pytest.mark.parametrize("present", [(0, 1), (0,), (1,)])
@@ -220,6 +253,9 @@ def test_rules_step_aside_for_calls_they_do_not_know():
     assert rule_for(torch.linalg.vector_norm).make(r(4), r(4, 3), 1, 1) is None
     assert rule_for(torch.Tensor.__getitem__).make(r(4), r(4, 3), (slice(None), [0, 1])) is None
     assert rule_for(torch.scatter_add).make(r(4), r(4), 0, torch.tensor([0, 1]), r(3)) is None  # reads a part of src
+    assert rule_for(torch.linalg.norm).make(r(), r(4, 3), 2) is None  # of a matrix
+    assert rule_for(torch.scatter_reduce).make(r(4), r(4), 0, torch.tensor([0]), r(1), "prod") is None
+    assert rule_for(torch.einsum).make(r(3), "...i->i", r(2, 3)) is None
     assert rule_for(torch.erf) is None
 
 

@@ -111,6 +111,11 @@ def matmul(u: Tensor, a: Tensor, b: Tensor, *, active: Sequence[int] = (0,)) -> 
     return _product(u, out, [(left, a), (right, b)], active)
 
 
+@rule(torch.outer, Tensor.outer, torch.ger, Tensor.ger, arity=2, bilinear=True)
+def outer(u: Tensor, a: Tensor, b: Tensor, *, active: Sequence[int] = (0,)) -> Linearization | None:
+    return None if u.is_complex() else _product(u, "ij", [("i", a), ("j", b)], active)
+
+
 def _product(u: Tensor, out: str, terms: list[Term], active: Sequence[int], before: int = 0) -> Linearization:
     """The sum of the products of one or two terms, of which `active` depend on the input.
 
