@@ -17,7 +17,27 @@ from .table import Linearization, rule
 _aten = torch.ops.aten
 
 
-@rule(F.linear)
+def linear_by_rows(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear as one matrix product, of a copy of a where its rows are not evenly spaced.
+
+    F.linear itself multiplies such an a (a transposed batch, as in nn.MultiheadAttention) slice by slice, unless the
+    weight requires grad, which those of a step do not: many small products take longer.
+    """
+    return F.linear(a.reshape(-1, a.shape[-1]), weight, bias).view(*a.shape[:-1], -1)
+
+
+linear_by_rows.__name__ = "linear"  # in messages and tables, the user's operation
+
+
+def has_uneven_rows(a: Tensor, weight: Tensor) -> bool:
+    return a.dim() > 2 and weight.dim() == 2 and not a.is_contiguous()
+
+
+def _linear(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return (linear_by_rows if has_uneven_rows(a, weight) else F.linear)(a, weight, bias)
+
+
+@rule(F.linear, linear_by_rows)
 def linear(u: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Linearization | None:
     """u = a Wᵀ + b, with a: (..., i), W: (o, i), b: (o), u: (..., o)."""
     if weight.dim() != 2 or u.is_complex():
@@ -30,9 +50,9 @@ def linear(u: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     return Linearization(
         signal=a.detach().to(u.dtype),
         tangent=lambda t: t.to(u.dtype),
-        push=lambda s: F.linear(s, w),
-        mix=lambda m, back: F.linear(m.to(u.dtype), w, _times(back, bias, u.dtype)),
-        pull=lambda d: (d @ w).to(a.dtype),
+        push=lambda s: _linear(s, w),
+        mix=lambda m, back: _linear(m.to(u.dtype), w, _times(back, bias, u.dtype)),
+        pull=lambda d: _linear(d, w.mT).to(a.dtype),
         grad={weight: lambda d, s: rows(d).mT @ rows(s)},
         add={} if bias is None else {bias: lambda d: rows(d).sum(0)},
     )

@@ -31,6 +31,7 @@ from .._torch_compat import (
     tree_map,
 )
 from ..rules import sync_batch_norm
+from ..rules.affine import has_uneven_rows, linear_by_rows
 from ..rules.product import einsum_in_pairs
 from ..rules.table import name_of
 from .arguments import flatten, tensors_in, unflatten
@@ -145,7 +146,15 @@ def negative_slope_as_weight(func, values, spec):
     return (func, values, spec) if slope >= 0 else (torch.prelu, *flatten((a, a.new_full((1,), slope)), {}))
 
 
+def transposed_as_rows(func, values, spec):
+    """A linear layer of a transposed batch as one matrix product."""
+    count, names, _ = spec
+    fits = count >= 2 and set(names) <= {"bias"} and has_uneven_rows(*values[:2])
+    return (linear_by_rows if fits else func), values, spec
+
+
 REPLACED: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.linear: transposed_as_rows,
     **dict.fromkeys(DROPOUT, dropout_as_product),
     leaky_relu: negative_slope_as_weight,
     Tensor.__getitem__: rows_as_index_select,
