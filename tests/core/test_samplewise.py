@@ -96,7 +96,7 @@ def test_several_outputs_a_sample_need_it(monkeypatch):
     assert takes_pass_4(monkeypatch, *net(WITHOUT["leaky"], outputs=2))
 
 
-@pytest.mark.parametrize("options", [{"separate": True}, {"value_fn": torch.sum}], ids=str)
+@pytest.mark.parametrize("options", [{"separate": True}, {"value_fn": torch.sum}], ids=["separate", "value_fn"])
 def test_options_that_need_it(monkeypatch, options):
     assert takes_pass_4(monkeypatch, *net(WITHOUT["leaky"]), **options)
 

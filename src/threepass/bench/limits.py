@@ -117,6 +117,8 @@ class _Walk(TorchDispatchMode):
         out = func(*args, **kwargs)
         packet = func.overloadpacket
         name = packet.__name__
+        if name == "_to_copy" and args[0].untyped_storage().data_ptr() in self.weights:  # autocast's, in half precision
+            self.weights.add(out.untyped_storage().data_ptr())
         if any(norm in name for norm in NORMS):
             self._add("norm", 0, args[:3], out[0] if isinstance(out, tuple) else out)
         elif packet in COUNTS:

@@ -180,7 +180,7 @@ def _three_passes(step: _Step, module_paths: bool) -> Result:
         # backward pass.
         if step.warn and step.third and not options.exact:
             warn_of_norms(model, tape.operations)
-        t_0, third_scale = _start(plan, dx, slopes, options.part(samples))
+        t_0, third_scale = _start(plan, dx, slopes, options.part(samples), tape)
         gradients = Gradients(plan, third_scale, step.seed)
         with torch.no_grad():
             steps = forward_again(tape, dx, t_0, errors, gradients)
@@ -286,7 +286,9 @@ def forward_again(
     return steps
 
 
-def _start(plan: Plan, dx: list[Tensor], slopes: list[Tensor] | None, batch: float) -> tuple[list[Tensor], Scale]:
+def _start(
+    plan: Plan, dx: list[Tensor], slopes: list[Tensor] | None, batch: float, tape: Record
+) -> tuple[list[Tensor], Scale]:
     """t_0, and what the third pass's gradients are to be multiplied by to undo the scales of t_0 and d.
 
     slopes: the derivative of the penalty at each dl_i/dx_i; None: it is dl_i/dx_i itself.
@@ -294,9 +296,10 @@ def _start(plan: Plan, dx: list[Tensor], slopes: list[Tensor] | None, batch: flo
     if plan.case.carried is None:
         return [], 1.0
     scale = plan.tangent_scale * plan.third if plan.is_joint else plan.tangent_scale
+    over_ranks = tape.over_ranks() if plan.half else None
     if slopes is None:
-        return start(dx, scale, plan.error_scale, plan.half)
-    t_0, third_scale = start(slopes, scale * plan.error_scale / batch, plan.error_scale, plan.half)
+        return start(dx, scale, plan.error_scale, plan.half, over_ranks)
+    t_0, third_scale = start(slopes, scale * plan.error_scale / batch, plan.error_scale, plan.half, over_ranks)
     return [t.to(g.dtype) for t, g in zip(t_0, dx, strict=True)], third_scale
 
 

@@ -163,7 +163,7 @@ def _passes(model, loss_fn, x, y, options: GradientOptions, warn: bool, seed, mo
 
         # The loss, and what passes 3 and 4 start from.
         loss = differentiate(model, loss_fn, output, g, partial(like_x, x, options, tape), y, tape)
-        size = loss.scale_down() if tape.half else 1.0
+        size = loss.scale_down(tape) if tape.half else 1.0
 
         # Pass 3: forward again, from t_0. Pass 4: backward again, from e.
         if samplewise and loss.e:
@@ -206,10 +206,11 @@ class DifferentiatedLoss:
     direct: list[tuple[Tensor, Tensor]]  # likewise at parameters that loss_fn reads itself
     other_leaves: int  # other tensors that require grad
 
-    def scale_down(self) -> Tensor:
+    def scale_down(self, tape: Record) -> Tensor:
         """Divides the derivatives by a power of two near the largest one, for half formats; returns it."""
         found = [*self.t_0, *(e for _, e in (*self.e, *self.direct))]
-        size = power_of_two(torch.stack([z.abs().max().float() for z in found]).max())
+        largest, over_ranks = torch.stack([z.abs().max().float() for z in found]).max(), tape.over_ranks()
+        size = power_of_two(largest if over_ranks is None else over_ranks(largest))
         self.t_0 = [(t.float() / size).to(t.dtype) for t in self.t_0]
         self.e, self.direct = ([(z, (e.float() / size).to(e.dtype)) for z, e in each] for each in (self.e, self.direct))
         return size

@@ -144,6 +144,8 @@ def make_plan(
     back, weight_of_third = weights or (options.back, options.third)
     scale: Scale
     scale = unit = error_gain(tape.half, batch)
+    if unit != 1 and (over_ranks := tape.over_ranks()) is not None:
+        scale = unit = float(over_ranks(torch.tensor(unit, device=tape.device)))
     if form is MixForm.RELATIVE and not tape.half:
         scale, back = scale * back, 1.0
     return Plan(

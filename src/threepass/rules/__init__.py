@@ -1,6 +1,6 @@
 """How signals are propagated through an operation: fast rules by family, and the generic rule for everything else."""
 
-from . import activation, affine, attention, indexing, norm, pointwise, product, views
+from . import activation, affine, attention, indexing, norm, pointwise, product, sync_batch_norm, views
 from .table import Linearization, rule
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "pointwise",
     "product",
     "rule",
+    "sync_batch_norm",
     "views",
 ]

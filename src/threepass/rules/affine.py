@@ -38,6 +38,23 @@ def linear(u: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     )
 
 
+@rule(torch.addmm, Tensor.addmm, arity=2)
+def addmm(u, bias, a, weight, *, beta=1, alpha=1, active) -> Linearization | None:
+    """u = a W + b, with a: (n, i), W: (i, o), b: (o), u: (n, o): the linear layer of GPT-2 in transformers."""
+    if active != [1] or (beta, alpha) != (1, 1) or bias.shape != u.shape[1:] or u.is_complex():
+        return None
+    w = weight.to(u.dtype)
+    return Linearization(
+        signal=a.detach().to(u.dtype),
+        tangent=lambda t: t.to(u.dtype),
+        push=lambda s: s @ w,
+        mix=lambda m, back: torch.addmm(_scaled(bias, back).to(u.dtype), m.to(u.dtype), w),
+        pull=lambda d: (d @ w.mT).to(a.dtype),
+        grad={weight: lambda d, s: s.mT @ d},
+        add={bias: lambda d: d.sum(0)},
+    )
+
+
 @rule(torch.conv1d, torch.conv2d, torch.conv3d)
 def conv(u, a, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) -> Linearization | None:
     """u = W * a + b, with a: (n, i, ...), W: (o, i / groups, k...), b: (o), u: (n, o, ...)."""
@@ -85,9 +102,11 @@ def _convolution(u, a, weight, bias, how: Geometry) -> Linearization | None:
 
 
 def _times(back, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if bias is None:
-        return None
-    return (bias if isinstance(back, float) and back == 1 else back * bias).to(dtype)
+    return None if bias is None else _scaled(bias, back).to(dtype)
+
+
+def _scaled(bias: Tensor, back) -> Tensor:
+    return bias if isinstance(back, float) and back == 1 else back * bias
 
 
 def _per_dim(value, dims: int) -> list[int]:

@@ -77,7 +77,7 @@ class _BatchNorm(torch.autograd.Function):
 @rule(torch.batch_norm, tap=_tap)
 def batch_norm(u, a, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled) -> Linearization:
     """Over the batch and positions of each channel; in eval mode a fixed affine map."""
-    dims, shape = _channels(a)
+    dims, shape = channels(a)
     if _at_input(a, weight, training):
         return _norm_at_input(u, a, weight, bias, eps)
     if training:
@@ -89,7 +89,7 @@ def batch_norm(u, a, weight, bias, running_mean, running_var, training, momentum
         tangent=lambda t: t * scale,
         push=lambda s: _scale(s, None if weight is None else weight.view(shape), u.dtype),
         pull=lambda d: (d * full).to(a.dtype),
-        **_affine(weight, bias, dims),
+        **affine_gradients(weight, bias, dims),
     )
 
 
@@ -121,7 +121,7 @@ def group_norm(u, a, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled
 @rule(torch.instance_norm)
 def instance_norm(u, a, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled):
     """Over the positions of each channel of each sample."""
-    dims, shape = _channels(a)
+    dims, shape = channels(a)
     return _norm(u, a, weight, bias, _Axes(dims[1:], dims, shape), eps) if use_input_stats else None
 
 
@@ -169,7 +169,7 @@ def _group(a: Tensor, dims: list[int], eps: float, centred: bool = True) -> _Gro
 
 def _norm_at_input(u, a, weight, bias, eps) -> Linearization:
     """Batch norm, with d the error of a."""
-    dims, shape = _channels(a)
+    dims, shape = channels(a)
     group = _group(a, dims, eps)
     w = None if weight is None else weight.view(shape)
     dtype, count = group.rstd.dtype, a.numel() // a.shape[1]
@@ -184,7 +184,7 @@ def _norm_at_input(u, a, weight, bias, eps) -> Linearization:
         pull=lambda r: _scale(norm.jacobian(r, *group), w, dtype),
         curve=curve,
         third={} if weight is None else {weight: lambda d, t: norm.scale_gradient_at_input(d, t, weight, dims)},
-        **_affine(weight, bias, dims),
+        **affine_gradients(weight, bias, dims),
     )
 
 
@@ -205,11 +205,11 @@ def _norm(u, a, weight, bias, axes: _Axes, eps: float) -> Linearization:
         push=lambda s: joined(_scale(s, w, u.dtype)),
         pull=lambda r: joined(norm.pulled(split(r), w, *group)),
         curve=lambda d, t: joined(norm.curved(split(d), split(t), w, *group)),
-        **_affine(weight, bias, axes.summed, split),
+        **affine_gradients(weight, bias, axes.summed, split),
     )
 
 
-def _channels(a: Tensor) -> tuple[list[int], list[int]]:
+def channels(a: Tensor) -> tuple[list[int], list[int]]:
     """All dimensions but the channels', and the shape of a tensor of channels beside a."""
     return [0, *range(2, a.dim())], [1, -1] + [1] * (a.dim() - 2)
 
@@ -218,7 +218,9 @@ def _scale(s: Tensor, w: Tensor | None, dtype: torch.dtype) -> Tensor:
     return s.to(dtype) if w is None else norm.scaled(s, w, dtype)
 
 
-def _affine(weight, bias, summed: list[int], split: Callable[[Tensor], Tensor] = lambda z: z) -> dict[str, Any]:
+def affine_gradients(
+    weight, bias, summed: list[int], split: Callable[[Tensor], Tensor] = lambda z: z
+) -> dict[str, Any]:
     """The gradients of scale and shift: sums over every dimension that they are broadcast along."""
 
     def total(d: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Interception of calls: all monkey-patching of PyTorch while a step runs or is traced.
 
 A `TorchFunctionMode` does not intercept `autograd.Function.apply`, nor calls inside TorchScript functions and inside
-torch functions that are written in Python: `intercepting_functions` and `python_body` change that.
+torch functions that are written in Python: `intercepting_functions` and `python_body` change that. `nn.SyncBatchNorm`
+calls an `autograd.Function` that can be differentiated once, and on GPUs only: its forward is replaced by another.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
@@ -29,6 +30,7 @@ from .._torch_compat import (
     trace_switches,
     tree_map,
 )
+from ..rules import sync_batch_norm
 from ..rules.product import einsum_in_pairs
 from ..rules.table import name_of
 from .arguments import flatten, tensors_in, unflatten
@@ -45,6 +47,7 @@ _lock = threading.Lock()
 _users = 0
 _original: Any = None
 _run_script = torch.jit.ScriptFunction.__call__
+_run_sync_batch_norm = nn.SyncBatchNorm.forward
 _traces = 0
 _switches: tuple[bool, bool, Any] = (False, True, None)
 
@@ -53,7 +56,8 @@ _switches: tuple[bool, bool, Any] = (False, True, None)
 def intercepting_functions() -> Iterator[None]:
     """Patches `autograd.Function.apply` to call the innermost `FunctionInterceptor` of the thread, if there is one.
 
-    With one, a TorchScript function runs as the Python function that it was compiled from.
+    With one, a TorchScript function runs as the Python function that it was compiled from, and `nn.SyncBatchNorm` by
+    `rules/sync_batch_norm.py`.
     """
     global _users, _original
     with _lock:
@@ -62,6 +66,7 @@ def intercepting_functions() -> Iterator[None]:
             _original = Function.__dict__["apply"]
             setattr(Function, "apply", classmethod(_intercepted_apply))  # noqa: B010
             setattr(torch.jit.ScriptFunction, "__call__", _intercepted_script)  # noqa: B010
+            setattr(nn.SyncBatchNorm, "forward", _intercepted_sync_batch_norm)  # noqa: B010
     try:
         yield
     finally:
@@ -70,6 +75,7 @@ def intercepting_functions() -> Iterator[None]:
             if _users == 0:
                 setattr(Function, "apply", _original)  # noqa: B010
                 setattr(torch.jit.ScriptFunction, "__call__", _run_script)  # noqa: B010
+                setattr(nn.SyncBatchNorm, "forward", _run_sync_batch_norm)  # noqa: B010
 
 
 def _intercepted_apply(cls, *args, **kwargs):
@@ -88,6 +94,11 @@ def _intercepted_apply(cls, *args, **kwargs):
 def _intercepted_script(scripted, *args, **kwargs):
     function = python_function_of(scripted) if _interceptors() else None
     return _run_script(scripted, *args, **kwargs) if function is None else function(*args, **kwargs)
+
+
+def _intercepted_sync_batch_norm(module, a):
+    is_ours = _interceptors() and sync_batch_norm.is_synchronized(module)
+    return sync_batch_norm.forward(module, a) if is_ours else _run_sync_batch_norm(module, a)
 
 
 def _interceptors() -> list[FunctionInterceptor]:

@@ -19,6 +19,7 @@ are written in Python (`F.batch_norm`, `F.relu`, `F.multi_head_attention_forward
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from torch.autograd.graph import get_gradient_edge
 from .._torch_compat import DisableTorchFunction, has_saved_tensor_hooks
 from ..errors import CaptureError, Place
 from ..numerics.precision import HALF
+from ..rules.sync_batch_norm import groups_of, largest
 from ..rules.table import Rule, rule_for
 from .activity import ActivityTracker
 from .arguments import flatten, tensors_in, unflatten
@@ -117,6 +119,11 @@ class Record(ActivityTracker):
         """Whether all weights but those of the last layer have cheap products."""
         others = [op for op in self.operations if op.weights][:-1]
         return bool(others) and not self.problems and all(op.has_cheap_products for op in others)
+
+    def over_ranks(self) -> Callable[[Tensor], Tensor] | None:
+        """Where operations sum signals over ranks, which then have to be scaled alike: the largest value of any."""
+        groups = groups_of(self.operations)
+        return partial(largest, groups=groups) if groups else None
 
     def needs_error(self, z: ActivationMeta) -> bool:
         """Whether R{d} of z is needed: of an input, only where weights upstream of it are trained."""
