@@ -1,5 +1,7 @@
 """Einsum and matrix products have a fast rule and give double backward's gradients."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -72,3 +74,64 @@ def test_einsum(equation, shape, weights, of_activations):
     model, x = Einsum(equation, shape, weights, of_activations).double(), torch.randn(shape).double()
     agrees(model, x)
     assert {row.rule for row in threepass.coverage(model, x)} == {"fast"}
+
+
+@pytest.mark.parametrize(
+    "call", [lambda a, w: torch.einsum("ni,ij->nj", [a, w]), lambda a, w: torch.einsum(a, [0, 1], w, [1, 2])]
+)
+def test_other_forms_of_the_call(call):
+    class Net(Einsum):
+        def forward(self, x):
+            return torch.sin(call(torch.tanh(self.inner(x)), self.weights[0]))
+
+    torch.manual_seed(0)
+    model, x = Net("", (3, 4), [(4, 5)]).double(), torch.randn(3, 4).double()
+    agrees(model, x)
+
+
+@pytest.mark.parametrize(("equation", "shape"), [("ij,jk", (3, 4, 2)), ("ij->kk", (3, 4)), ("i1->i", (3, 4))])
+def test_wrong_equations_have_torchs_own_error(equation, shape):
+    model, x = Einsum(equation, shape, []).double(), torch.randn(shape).double()
+    with pytest.raises(RuntimeError, match="einsum"):
+        model(x)
+    with pytest.raises(RuntimeError, match="einsum"):
+        threepass.gradient_step(model, loss, x)
+
+
+def test_operands_are_contracted_in_the_order_of_opt_einsum(monkeypatch):
+    """As torch.einsum does where opt_einsum is installed."""
+    asked = []
+
+    def contract_path(equation, *operands, optimize):
+        asked.append((equation, optimize))
+        return [(1, 2), (0, 1)], None
+
+    library = SimpleNamespace(contract_path=contract_path)
+    backend = SimpleNamespace(enabled=True, is_available=lambda: True, strategy="auto", get_opt_einsum=lambda: library)
+    monkeypatch.setattr("threepass.rules.product.opt_einsum", backend)
+    torch.manual_seed(0)
+    model, x = Einsum("ni,ij,jk->nk", (3, 4), [(4, 2), (2, 5)]).double(), torch.randn(3, 4).double()
+    agrees(model, x)
+    assert asked == [("ni,ij,jk->nk", "auto")]
+
+
+@pytest.mark.parametrize("equation", ["ni,oij,nj->no", "...i,ij->...j"])
+def test_captured(equation, graph_only):
+    (shape, weights), *_ = [(shape, weights) for e, shape, weights in EQUATIONS if e == equation]
+    torch.manual_seed(0)
+    model, x = Einsum(equation, shape, weights).double(), torch.randn(shape).double()
+    r = threepass.GradientStep(model, loss, compile="require")(x)
+    for (name, _), g in zip(model.named_parameters(), by_double_backward(model, x), strict=True):
+        torch.testing.assert_close(r.grads[name], g, rtol=1e-12, atol=1e-12 * float(g.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast(dtype):
+    torch.manual_seed(0)
+    model, x = Einsum("nci,ij->ncj", (2, 3, 4), [(4, 5)]), torch.randn(2, 3, 4)
+    with torch.autocast("cpu", dtype):
+        found = threepass.gradient_step(model, loss, x).grads
+    expected = threepass.gradient_step(model, loss, x).grads
+    for name, g in expected.items():
+        assert found[name].dtype == torch.float32
+        torch.testing.assert_close(found[name], g, rtol=0.1, atol=0.1 * float(g.abs().max()))
