@@ -48,7 +48,7 @@ def addmm(u, bias, a, weight, *, beta=1, alpha=1, active) -> Linearization | Non
         signal=a.detach().to(u.dtype),
         tangent=lambda t: t.to(u.dtype),
         push=lambda s: s @ w,
-        mix=lambda m, back: torch.addmm(_times(back, bias, u.dtype), m.to(u.dtype), w),
+        mix=lambda m, back: F.linear(m.to(u.dtype), w.mT, _times(back, bias, u.dtype)),
         pull=lambda d: (d @ w.mT).to(a.dtype),
         grad={weight: lambda d, s: s.mT @ d},
         add={bias: lambda d: d.sum(0)},
