@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 # seen in 2.10 to 2.13: compares the metadata of many tensors (shape, strides, dtype, device, ...) in one call
@@ -63,6 +64,7 @@ __all__ = [
     "batch_norm_forward",
     "batch_norm_functional",
     "batch_norm_legit",
+    "checkpoint_generator",
     "compile_by_inductor",
     "cpu_attention",
     "cpu_attention_backward",
@@ -94,6 +96,7 @@ __all__ = [
     "overload_of",
     "python_function_of",
     "safe_softmax",
+    "set_checkpoint_generator",
     "set_mkldnn_enabled",
     "set_trace_switches",
     "silu",
@@ -113,6 +116,9 @@ __all__ = [
 # seen in 2.10 to 2.13: torch.library gives objects of these classes, and no public name for them
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
+
+# seen in 2.10 to 2.13: what `checkpoint(use_reentrant=False)` runs around its function
+checkpoint_generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
 # seen in 2.10 to 2.13: no torch function mode or override sees what runs inside
 DisableTorchFunction = torch._C.DisableTorchFunction
@@ -196,6 +202,11 @@ def overload_of(op: torch.library.CustomOpDef) -> Any:
 def arguments_of(operation: Any) -> Sequence[Any]:
     """The arguments in the schema of an `OpOverload`; seen in 2.10 to 2.13."""
     return operation._schema.arguments
+
+
+def set_checkpoint_generator(generator: Callable[..., Any]) -> None:
+    """Replaces `checkpoint_generator`; seen in 2.10 to 2.13."""
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = generator
 
 
 def has_saved_tensor_hooks() -> bool:

@@ -7,6 +7,7 @@ calls an `autograd.Function` that can be differentiated once, and on GPUs only: 
 
 import contextlib
 import functools
+import inspect
 import re
 import threading
 import types
@@ -17,15 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, noop_context_fn
 
 from .._torch_compat import (
     DisableTorchFunction,
+    checkpoint_generator,
     function_modes,
     function_modes_enabled,
     get_proxy_mode,
     leaky_relu,
     python_function_of,
+    set_checkpoint_generator,
     set_trace_switches,
     trace_switches,
     tree_map,
@@ -43,10 +46,19 @@ DROPOUT = {torch.dropout: torch.mul, torch.dropout_: Tensor.mul_,
 class FunctionInterceptor(TorchFunctionMode):
     """A mode that, inside `intercepting_functions`, gets `autograd.Function.apply` and calls inside TorchScript."""
 
+    def checkpointing(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Around a function that `torch.utils.checkpoint.checkpoint` runs, and will run again in the backward pass."""
+        return contextlib.nullcontext()
+
 
 _lock = threading.Lock()
 _users = 0
 _original: Any = None
+_checkpoint_options = [
+    p.name for p in inspect.signature(checkpoint_generator).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
+]
 _run_script = torch.jit.ScriptFunction.__call__
 _run_sync_batch_norm = nn.SyncBatchNorm.forward
 _traces = 0
@@ -68,6 +80,7 @@ def intercepting_functions() -> Iterator[None]:
             setattr(Function, "apply", classmethod(_intercepted_apply))  # noqa: B010
             setattr(torch.jit.ScriptFunction, "__call__", _intercepted_script)  # noqa: B010
             setattr(nn.SyncBatchNorm, "forward", _intercepted_sync_batch_norm)  # noqa: B010
+            set_checkpoint_generator(_intercepted_checkpoint)
     try:
         yield
     finally:
@@ -77,6 +90,7 @@ def intercepting_functions() -> Iterator[None]:
                 setattr(Function, "apply", _original)  # noqa: B010
                 setattr(torch.jit.ScriptFunction, "__call__", _run_script)  # noqa: B010
                 setattr(nn.SyncBatchNorm, "forward", _run_sync_batch_norm)  # noqa: B010
+                set_checkpoint_generator(checkpoint_generator)
 
 
 def _intercepted_apply(cls, *args, **kwargs):
@@ -90,6 +104,14 @@ def _intercepted_apply(cls, *args, **kwargs):
         return func(*args, **kwargs)
     with DisableTorchFunction():
         return modes[-1].__torch_function__(func, (), args, kwargs)
+
+
+def _intercepted_checkpoint(*arguments, **kwargs):
+    options = dict(zip(_checkpoint_options, arguments, strict=False))
+    args, modes = arguments[len(options) :], _interceptors()
+    is_whole = options["context_fn"] is noop_context_fn  # not a checkpoint that keeps some of the activations
+    with modes[-1].checkpointing(options["fn"], args, kwargs) if modes and is_whole else contextlib.nullcontext():
+        yield from checkpoint_generator(*arguments, **kwargs)
 
 
 def _intercepted_script(scripted, *args, **kwargs):
