@@ -173,9 +173,7 @@ def _passes(model, loss_fn, x, y, options: GradientOptions, warn: bool, seed, mo
         with torch.no_grad():
             steps = forward_again(tape, g, loss.t_0, errors, first)
             if options.separate:
-                backward_again(tape, list(steps), [], first)
-                for step in steps:
-                    step.free_signals()
+                _backward_from_zero(tape, steps, first)
             start = loss.starts(tape, last)
             if plan.exact:
                 backward_again(tape, steps, start, last)
@@ -194,6 +192,13 @@ def _passes(model, loss_fn, x, y, options: GradientOptions, warn: bool, seed, mo
         through_output=_sum(terms[1], _times(0.0, terms[0])) if options.separate else None,
         through_input_grad=_sum(terms[0], _times(0.0, terms[1])) if options.separate else None,
     )
+
+
+def _backward_from_zero(tape: Record, steps: list[Any], gradients: Gradients) -> None:
+    """Pass 4 without the term through the output; the steps stay for another pass 4."""
+    backward_again(tape, list(steps), [], gradients)
+    for step in steps:
+        step.free_signals()
 
 
 @dataclass
