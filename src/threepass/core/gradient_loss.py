@@ -144,13 +144,13 @@ def run(
 
 
 def _passes(model, loss_fn, x, y, options: GradientOptions, warn: bool, seed, module_paths: bool) -> GradientResult:
-    check_model(model)
+    parameters = check_model(model)
     x = dict(x) if isinstance(x, Mapping) else x
     check_tensors(x, options.wrt)
     x = map_inputs(x, options.wrt, lambda z: z.detach() if z.is_leaf else z)  # many set requires_grad on it
     with autograd_enabled(), unchanged_on_error(model):
         # Pass 1: forward, to the value.
-        tape = Record(next(model.parameters()).device.type, module_paths)
+        tape = Record(next(iter(parameters.values())).device.type, module_paths)
         value_fn = options.value_fn or _summed
         output, value = forward(model, lambda out, _: value_fn(out), x, y, tape, options, _check_value)
         samplewise = options.value_fn is None and not options.separate and is_samplewise(tape, output)
@@ -180,8 +180,8 @@ def _passes(model, loss_fn, x, y, options: GradientOptions, warn: bool, seed, mo
         if tape.problems:
             raise UnsupportedError(tape.problems)
         if warn:
-            warn_of_other_leaves(model, max(loss.other_leaves, *(z.count_other_leaves(model) for z in gradients)))
-        terms = [_times(size, each.finish(model)[0]) for each in gradients]
+            warn_of_other_leaves(model, max(loss.other_leaves, *(z.count_other_leaves(parameters) for z in gradients)))
+        terms = [_times(size, each.finish(parameters)[0]) for each in gradients]
 
     return GradientResult(
         output=tree_map(lambda z: z.detach() if isinstance(z, Tensor) else z, output),
