@@ -209,6 +209,16 @@ CASES = [
         (6, 5),
         loss=F.mse_loss,
     ),
+    Case(
+        "addmm",
+        _fn(
+            lambda s, x: s.head(torch.addmm(s.b, torch.tanh(torch.addmm(s.b, x, s.w)), s.w).addmm(x, s.w, beta=0.5)),
+            w=torch.randn(5, 5),
+            b=torch.randn(5),
+            head=nn.Linear(5, 4),
+        ),
+        (6, 5),
+    ),
     Case("linear-3d", lambda: seq(nn.Linear(5, 6), nn.Tanh(), head=18), (4, 3, 5)),
     Case("bilinear", _fn(lambda s, x: s.b(x, torch.tanh(x)), b=nn.Bilinear(5, 5, 4)), (6, 5)),
     Case("conv1d", lambda: seq(nn.Conv1d(3, 4, 3, stride=2, padding=1), nn.GELU(), head=16), (5, 3, 8)),

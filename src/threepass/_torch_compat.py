@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 # seen in 2.10 to 2.13: compares the metadata of many tensors (shape, strides, dtype, device, ...) in one call
@@ -64,6 +65,7 @@ __all__ = [
     "batch_norm_forward",
     "batch_norm_functional",
     "batch_norm_legit",
+    "checkpoint_generator",
     "compile_by_inductor",
     "cpu_attention",
     "cpu_attention_backward",
@@ -90,6 +92,8 @@ __all__ = [
     "is_wrapped_by_compile",
     "keep_for_inductor",
     "kernel_switches",
+    "leaky_relu",
+    "leaky_relu_",
     "local_scalar_dense",
     "make_fx",
     "nested_from_mask",
@@ -98,6 +102,7 @@ __all__ = [
     "overload_of",
     "python_function_of",
     "safe_softmax",
+    "set_checkpoint_generator",
     "set_mkldnn_enabled",
     "set_trace_switches",
     "silu",
@@ -119,6 +124,9 @@ __all__ = [
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 
+# seen in 2.10 to 2.13: what `checkpoint(use_reentrant=False)` runs around its function
+checkpoint_generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+
 # seen in 2.10 to 2.13: no torch function mode or override sees what runs inside
 DisableTorchFunction = torch._C.DisableTorchFunction
 
@@ -130,6 +138,9 @@ number_of_function_modes = torch._C._len_torch_function_stack
 
 # seen in 2.10 to 2.13: what F.silu calls, and what a mode is shown of it
 silu = torch._C._nn.silu
+
+# seen in 2.10 to 2.13: what F.leaky_relu calls
+leaky_relu, leaky_relu_ = torch._C._nn.leaky_relu, torch._C._nn.leaky_relu_
 
 # seen in 2.10 to 2.13: one operation on each of many tensors, in one launch
 foreach_add = torch._foreach_add
@@ -202,6 +213,11 @@ def overload_of(op: torch.library.CustomOpDef) -> Any:
 def arguments_of(operation: Any) -> Sequence[Any]:
     """The arguments in the schema of an `OpOverload`; seen in 2.10 to 2.13."""
     return operation._schema.arguments
+
+
+def set_checkpoint_generator(generator: Callable[..., Any]) -> None:
+    """Replaces `checkpoint_generator`; seen in 2.10 to 2.13."""
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = generator
 
 
 def has_saved_tensor_hooks() -> bool:

@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -141,18 +141,19 @@ class Measurement:
     """One benchmark.
 
     Args:
-        model: mlp, plain20, resnet20 (or another depth 6n + 2), resnet18, vit, encoder (nn.TransformerEncoder), or
-            module:function of your own.
+        model: mlp, plain20, resnet20 (or another depth 6n + 2), resnet18, vit, encoder (nn.TransformerEncoder),
+            imagenet-resnet50, convnext, vit-b16, gpt2, or module:function of your own.
         model_options: for the model's function, as JSON.
         batch: images in a step.
         image: their height and width.
-        precision: tf32, float32 or bf16; auto: tf32 on a GPU, float32 on a CPU.
+        precision: tf32, float32, bf16, or amp (autocast to bf16); auto: tf32 on a GPU, float32 on a CPU.
         methods: some of plain, paper, exact, alpha1, sam, finite, jacobian, double; default: all.
         eager: measure eager steps.
         best: measure every method at its best: captured or compiled, on a GPU as a CUDA graph.
         rounds: samples of every method, which take turns.
         device: cpu, cuda, or auto: cuda if there is one.
         channels_last: the memory format of images; else contiguous.
+        checkpointing: activation checkpointing around each block of the model.
         threads: of a CPU; default: torch's own choice.
     """
 
@@ -167,6 +168,7 @@ class Measurement:
     rounds: int = 15
     device: str = "auto"
     channels_last: bool = True
+    checkpointing: bool = False
     threads: int | None = None
 
     def case(self) -> "Case":
@@ -348,6 +350,9 @@ def bench(
     *,
     measurement: Annotated[Measurement, Flat] = MEASUREMENT,
     suite: str | None = None,
+    nets: tuple[str, ...] = (),
+    prepare: bool = False,
+    minutes: float | None = None,
     scaling: tuple[str, ...] = (),
     out: Path | None = None,
     table: Path | None = None,
@@ -356,16 +361,20 @@ def bench(
     """Measure what a training step costs: three passes, plain training, and what is used today.
 
     Args:
-        suite: instead of one model, the list of the README: gpu or cpu.
+        suite: instead of one model, the list of the README: gpu or cpu; or large: resnet50, vit, gpt2 and convnext, of
+            the sizes that people train. What large has already written is not measured again.
+        nets: of the suite large, these alone.
+        prepare: of the suite large, compile and check, without times: for a GPU that others use.
+        minutes: of the suite large, stop then, with what is done.
         scaling: instead of one model, sweeps: depth, width, batch, image.
-        out: write a JSON file; of a suite or sweep, the folder; default there: results/bench.
+        out: write a JSON file; of a suite or sweep, the folder; default there: results/bench, and below it large for
+            that suite.
         table: measure nothing; print the tables of the results in this folder.
         into: pages to put these tables into, and the short ones of time and memory, between their marks.
     """
-    from .bench import page, tables
-    from .bench.case import Case, run
-    from .bench.scaling import scaling as sweep
-    from .bench.suite import suite as run_suite
+    from .bench import tables
+    from .bench.case import run
+    from .bench.large import large
 
     if table is not None:
         print(tables.markdown(table))
@@ -373,20 +382,30 @@ def bench(
             tables.fill(target, table)
         return
     case = measurement.case()
-    if suite is not None or scaling:
-        folder = out or Path("results/bench")
-        if suite is not None:
-            run_suite(suite, folder)
-        if scaling:
-            kept = ("precision", "eager", "best", "rounds", "device", "threads")
-            sweep(_words(scaling), Case(**{name: getattr(case, name) for name in kept}), folder)
-        print(f"page: {page.write(folder)}")
-        return
-    found = run(case)
-    print(tables.text(found))
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if suite == "large":
+        folder = out or Path("results/bench/large")
+        large(_words(nets), folder, case.checkpointing, prepare, minutes, case.device)
+    elif suite is not None or scaling:
+        _measure_many(suite, _words(scaling), case, out or Path("results/bench"))
+    else:
+        found = run(case)
+        print(tables.text(found))
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _measure_many(suite: str | None, scaling: Sequence[str], case: "Case", folder: Path) -> None:
+    from .bench import page
+    from .bench.scaling import scaling as sweep
+    from .bench.suite import suite as run_suite
+
+    if suite is not None:
+        run_suite(suite, folder)
+    if scaling:
+        kept = ("precision", "eager", "best", "rounds", "device", "threads")
+        sweep(scaling, type(case)(**{name: getattr(case, name) for name in kept}), folder)
+    print(f"page: {page.write(folder)}")
 
 
 def reproduce(

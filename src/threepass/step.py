@@ -110,7 +110,7 @@ class _Step:
         grads = scaled(list(r.grads.values()), self.scaler)
         if mean != 1:
             grads = times(grads, grads[0].new_full((), mean))
-        elif self.compiled is not None:  # the next call overwrites them
+        elif self.compiled is not None and grads[0].is_cuda:  # the next replay of a CUDA graph overwrites them
             grads = [g.clone() for g in grads]
         return Carried(r.loss, [named[name] for name in r.grads], grads, self.calls)
 

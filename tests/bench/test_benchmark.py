@@ -226,7 +226,7 @@ def test_a_form_that_steps_in_says_for_which_and_why(monkeypatch):
     ("wrong", "message"),
     [
         ({"methods": ("magic",)}, "unknown method 'magic': give some of plain, paper"),
-        ({"precision": "fp8"}, "precision must be one of tf32, float32, bf16, got 'fp8'"),
+        ({"precision": "fp8"}, "precision must be one of tf32, float32, bf16, amp, got 'fp8'"),
         ({"rounds": 0}, "at least 1"),
         ({"eager": False, "best": False}, "nothing to measure"),
     ],
@@ -320,7 +320,7 @@ def test_tables_go_between_the_marks(tmp_path, eager_report):
     z = report["limits"]["paper"]
     assert f", 1.25x | {z['operations_ratio']:.2f}x, {z['bytes_ratio']:.2f}x |" in made
     assert all(f"| {name} | 1.25x |" in made for name in NAMES.values())
-    target, (whole, time, _) = tmp_path / "page.md", tables.MARKS
+    target, (whole, time, *_) = tmp_path / "page.md", tables.MARKS
     target.write_text(f"before\n{whole}\nold\n{tables.END}\nafter\n{time}\n{tables.END}\nlast\n")
     (tmp_path / "cpu-encoder-16-float32.json").write_text(json.dumps(report))
     (tmp_path / "cpu-resnet20-64-float32.json").write_text(json.dumps({"case": report["case"], "fails": "exit code 7"}))

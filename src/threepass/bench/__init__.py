@@ -5,6 +5,7 @@ methods.py   the methods: a step's gradients, as each one's authors define them
 forms.py     how a step runs: eagerly, or at its best (captured or compiled, as a CUDA graph)
 measure.py   clocks, peak memory, the device's ceilings
 limits.py    operations and bytes that a step cannot do without
+large.py     nets of the sizes that people train, one form after the other
 suite.py     many cases, each in a process of its own: the README's list, and the sweeps
 scaling.py   growth with depth, width, batch and image, as fitted exponents
 tables.py    what is printed, and the README's table

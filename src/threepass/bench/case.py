@@ -14,21 +14,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import models
+from .._version import commit
 from ..errors import NormalizationWarning
+from . import nets
 from .forms import Form, FormError, best, eager, reason
 from .limits import layers, limits, operations
 from .measure import ceilings, peak_bytes, summary, take_turns
 from .methods import METHODS
-from .nets import Encoder
 
-PRECISIONS = ("tf32", "float32", "bf16")
+PRECISIONS = ("tf32", "float32", "bf16", "amp")
 CLASSES, WARM_UP = 10, 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured. bf16: weights and batch in bfloat16; tf32: float32 with TF32 products (on a GPU)."""
+    """What is measured.
+
+    precision: bf16: weights and batch in bfloat16; amp: autocast to bfloat16, float32 weights; tf32: float32 with TF32
+        products (on a GPU).
+    checkpointing: activation checkpointing around each block of the model.
+    """
 
     model: str = "plain20"
     options: dict[str, Any] = field(default_factory=dict)
@@ -41,6 +46,7 @@ class Case:
     rounds: int = 15
     device: str = "auto"
     channels_last: bool = True
+    checkpointing: bool = False
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -69,31 +75,56 @@ class Case:
         return replace(self, device=device, precision=precision, methods=methods, threads=threads)
 
     def make(self) -> tuple[nn.Module, list[Tensor]]:
-        """The model, and x (batch x 3 x image x image), y, and the random unit vectors v of the Jacobian penalty."""
+        """The model, and x, y, and the random unit vectors v of the Jacobian penalty."""
+        model = self.make_model()
+        return model, self.make_batch(model)
+
+    def make_model(self) -> nn.Module:
         torch.manual_seed(0)
-        options = self._fitting() | self.options
-        model = Encoder(**options) if self.model == "encoder" else models.by_name(self.model, **options)
+        model = nets.by_name(self.model, **self._fitting() | self.options)
+        if self.checkpointing:
+            nets.with_checkpointing(model)
+        model = model.to(self.device, self._dtype, memory_format=self._layout)  # type: ignore[call-overload]
+        return nets.Autocast(model, self.device) if self.precision == "amp" else model
+
+    def make_batch(self, model: nn.Module) -> list[Tensor]:
+        """x, y and v: images (batch x 3 x image x image) and their classes, or tokens and those that follow them."""
+        torch.manual_seed(1)
+        if self.model == "gpt2":
+            size = self.options.get("n_positions", 1024)
+            tokens = torch.randint(self.options.get("vocab_size", nets.WORDS), (self.batch, size + 1))
+            x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
+            return [x.to(self.device), y.to(self.device), torch.empty(0, device=self.device)]
         x = torch.randn(self.batch, 3, self.image, self.image)
-        layout = torch.channels_last if self.channels_last and self.model != "mlp" else torch.contiguous_format
-        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
-        model = model.to(self.device, dtype, memory_format=layout)  # type: ignore[call-overload]
-        x = x.to(self.device, dtype, memory_format=layout)
+        x = x.to(self.device, self._dtype, memory_format=self._layout)
         try:
             with torch.no_grad():
-                z = copy.deepcopy(model)(x)
+                z = copy.deepcopy(model)(x[:2])
         except Exception as error:
             shape = " x ".join(map(str, x.shape))
             raise ValueError(f"the model does not take batches of images, {shape}: {reason(error)}") from error
-        if z.dim() != 2 or len(z) != self.batch:
+        if z.dim() != 2 or len(z) != len(x[:2]):
             raise ValueError(f"the model must give a row of class scores for each image, got shape {tuple(z.shape)}")
         y = torch.randint(z.shape[1], (self.batch,)).to(self.device)
-        v = F.normalize(torch.randn(z.shape), dim=1).to(z)
-        return model, [x, y, v]
+        v = F.normalize(torch.randn(self.batch, z.shape[1]), dim=1).to(z)
+        return [x, y, v]
+
+    @property
+    def product_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision in ("bf16", "amp") else torch.float32
+
+    @property
+    def _layout(self) -> torch.memory_format:
+        return torch.channels_last if self.channels_last and self.model != "mlp" else torch.contiguous_format
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
     def _fitting(self) -> dict[str, Any]:
         if self.model == "mlp":
             return {"sizes": (3 * self.image**2, 2048, 2048, CLASSES)}
-        return {"image": self.image} if self.model in ("vit", "encoder") else {}
+        return {"image": self.image} if self.model in ("vit", "encoder", "vit-b16") else {}
 
 
 def run(case: Case) -> dict[str, Any]:
@@ -103,9 +134,9 @@ def run(case: Case) -> dict[str, Any]:
         warnings.simplefilter("ignore", NormalizationWarning)
         model, batch = case.make()
         forms, failures = prepare(case, model, batch)
-        before = ceilings(case.device, batch[0].dtype)
+        before = ceilings(case.device, case.product_dtype)
         found = _measure(case, model, batch, forms)
-        after = ceilings(case.device, batch[0].dtype)
+        after = ceilings(case.device, case.product_dtype)
         ceiling = {name: max(before[name], after[name]) for name in before}  # other load only ever lowers them
         limit = limits(layers(model, batch[0]), ceiling)
         for (method, form), why in failures.items():
@@ -113,13 +144,13 @@ def run(case: Case) -> dict[str, Any]:
         for method, entry in found.items():
             _at_ceilings(entry, limit.get(method), ceiling)
         place = machine(case.device)
-        agreement = _agreement(model, batch) if "exact" in case.methods else None
+        agrees = agreement(model, batch) if "exact" in case.methods else None
     return {
         "case": asdict(case),
         "machine": place,
         "ceilings": ceiling,
         "limits": limit,
-        "exact_against_double_backward": agreement,
+        "exact_against_double_backward": agrees,
         "methods": {name: found[name] for name in case.methods},
     }
 
@@ -149,7 +180,7 @@ def prepare(case: Case, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Form
 def _measure(case: Case, model: nn.Module, batch: Sequence[Tensor], forms: Forms) -> dict[str, dict[str, Any]]:
     """By method, "eager" and "best": times, memory, ratios to plain's; plain's slower candidate is "second"."""
     cuda = case.device == "cuda"
-    references = {method: _reference(method, model, batch) for method in {m for m, _ in forms}}
+    references = {method: reference(method, model, batch) for method in {m for m, _ in forms}}
     steps: dict[tuple[str, ...], Callable[[], Any]] = {key: form.run for key, form in forms.items()}
     steps |= {(*key, "call"): form.call for key, form in forms.items() if form.call is not None}
     times = take_turns(steps, case.rounds, cuda)
@@ -157,7 +188,7 @@ def _measure(case: Case, model: nn.Module, batch: Sequence[Tensor], forms: Forms
     for (method, how), form in forms.items():
         row = {"how": form.how, **summary(times[method, how]), "peak_bytes": peak_bytes(form.bare, cuda)}
         row |= {"compile_seconds": form.compile_seconds, "graph_bytes": form.graph_bytes}
-        row["difference"] = _difference(form.bare(), references[method])
+        row["difference"] = difference(form.bare(), references[method])
         row["samples_per_second"] = case.batch / row["median"]
         if form.failed:
             row["failed"] = list(form.failed)
@@ -182,22 +213,22 @@ def _measure(case: Case, model: nn.Module, batch: Sequence[Tensor], forms: Forms
     return results
 
 
-def _reference(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Sequence[Tensor]:
+def reference(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Sequence[Tensor]:
     """The method's gradients, eagerly and in full float32."""
+    model = copy.deepcopy(model.module if isinstance(model, nets.Autocast) else model).float()
     with _float32_products():
-        x, y, v = batch
-        return METHODS[method](copy.deepcopy(model).float(), x.float(), y, v.float())
+        return METHODS[method](model, *(z.float() if z.is_floating_point() else z for z in batch))
 
 
-def _agreement(model: nn.Module, batch: Sequence[Tensor]) -> float | str:
+def agreement(model: nn.Module, batch: Sequence[Tensor]) -> float | str:
     """How far exact mode is from autograd's double backward, in full float32."""
     try:
-        return _difference(_reference("exact", model, batch), _reference("double", model, batch))
+        return difference(reference("exact", model, batch), reference("double", model, batch))
     except Exception as error:
         return reason(error)
 
 
-def _difference(grads: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
+def difference(grads: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
     """|g - g'| / |g'|, over all weights together."""
     pairs = list(zip(grads, reference, strict=True))
     apart = sum((g.double() - r.double()).square().sum().item() for g, r in pairs)
@@ -219,7 +250,7 @@ def settings(case: Case) -> Iterator[None]:
     torch.set_num_threads(case.threads or threads)
     torch.backends.cudnn.benchmark = True
     try:
-        with _float32_products("high" if case.precision == "tf32" else "highest"):
+        with _float32_products("high" if case.precision in ("tf32", "amp") else "highest"):
             yield
     finally:
         torch.set_num_threads(threads)
@@ -253,6 +284,7 @@ def machine(device: str) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if cuda else None,
         "triton": _triton(),
         "python": platform.python_version(),
+        "commit": commit(),
     }
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..compile.capture import capture
+from ..compile.capture import Captured, capture
 from ..compile.cuda_graph import CudaGraph
 from ..core.options import Options
 from ..step import ThreePass
@@ -32,6 +32,7 @@ class Form(NamedTuple):
     bare: without the CUDA graph, whose memory is a pool of its own; gives the gradients.
     call: the same as its user calls it, where that is more than `run`: ThreePass with its checks and `p.grad`.
     failed: the better forms that did not work, and why.
+    parts: what a capture's seconds went to.
     """
 
     how: str
@@ -41,6 +42,7 @@ class Form(NamedTuple):
     graph_bytes: int | None = None
     call: Callable[[], Any] | None = None
     failed: tuple[str, ...] = ()
+    parts: dict[str, float] | None = None
 
 
 class FormError(Exception):
@@ -58,7 +60,7 @@ def best(method: str, model: nn.Module, batch: Sequence[Tensor]) -> list[Form]:
     """The candidates for a method's best form: for plain training all that work, else the first."""
     made: list[Form] = []
     reasons: list[str] = []
-    for how, make in _makers(method, batch[0].is_cuda):
+    for how, make in makers(method, batch[0].is_cuda):
         try:
             made.append(make(method, copy.deepcopy(model), batch)._replace(failed=tuple(reasons)))
         except Exception as error:  # whatever a compiler does not take is a result too
@@ -79,7 +81,8 @@ def reason(error: Exception) -> str:
 Make = Callable[[str, nn.Module, Sequence[Tensor]], Form]
 
 
-def _makers(method: str, cuda: bool) -> Iterator[tuple[str, Make]]:
+def makers(method: str, cuda: bool) -> Iterator[tuple[str, Make]]:
+    """The forms that a method's best may have, the better ones first."""
     if method in OPTIONS:
         yield "ThreePass", _three_pass
     else:
@@ -110,12 +113,22 @@ def _three_pass(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Form:
         step(x, y)
 
     run = bare if program.graph is None else program.graph.replay
-    return Form("ThreePass", run, bare, program.compile_seconds, program.graph_bytes, call)
+    seconds, parts = program.compile_seconds, _parts(program)
+    return Form("ThreePass", run, bare, seconds, program.graph_bytes, call, parts=parts)
 
 
 def _captured(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Form:
     program = capture(lambda *batch: list(METHODS[method](model, *batch)), list(batch), graph=False, kernels=False)
-    return _replayed("capture", lambda: program(*batch), program.compile_seconds, batch)
+    form = _replayed("capture", lambda: program(*batch), program.compile_seconds, batch)
+    return form._replace(parts=_parts(program))
+
+
+def _parts(captured: Captured) -> dict[str, float]:
+    """Seconds: of the trace, of the rewrites of its graph, of Inductor, and of the check of the compiled program."""
+    program = captured.program
+    inductor = captured.compile_seconds - program.trace_seconds - program.rewrite_seconds
+    known = {"trace": program.trace_seconds, "rewrites": program.rewrite_seconds, "inductor": inductor}
+    return known | {"check": captured.check_seconds}
 
 
 def _compiled(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Form:

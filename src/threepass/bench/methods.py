@@ -4,7 +4,8 @@ All are functions of (model, x, y, v) and return a gradient for every trainable 
 the class scores, l the cross-entropy. None changes a weight or `.grad`; buffers move as in the method's forwards.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,12 +77,30 @@ def jacobian(model: nn.Module, x: Tensor, y: Tensor, v: Tensor) -> Sequence[Tens
 
 
 def double(model: nn.Module, x: Tensor, y: Tensor, v: Tensor) -> Sequence[Tensor]:
-    """alpha l + (1 - alpha)/2 |dl/dx|^2 by autograd through dl/dx: the same numbers as `exact`."""
-    x = x.detach().requires_grad_()
-    with sdpa_kernel(SDPBackend.MATH):
+    """alpha l + (1 - alpha)/2 |dl/dx|^2 by autograd through dl/dx: the same numbers as `exact`.
+
+    Of tokens, the input is the output of the first embedding, as it is for three passes.
+    """
+    with sdpa_kernel(SDPBackend.MATH), _input(model, x) as (x, inputs):
         loss = F.cross_entropy(model(x), y)
-        (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+        (dx,) = torch.autograd.grad(loss, inputs, create_graph=True)
         return torch.autograd.grad(ALPHA * loss + (1 - ALPHA) / 2 * dx.square().sum(), list(weights(model).values()))
+
+
+@contextlib.contextmanager
+def _input(model: nn.Module, x: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """What the model is to be called with, and a list of the input that gradients are taken at, filled by that call."""
+    if x.is_floating_point():
+        x = x.detach().requires_grad_()
+        yield x, [x]
+        return
+    inputs: list[Tensor] = []
+    embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
+    handle = embedding.register_forward_hook(lambda module, args, output: inputs.append(output))
+    try:
+        yield x, inputs
+    finally:
+        handle.remove()
 
 
 def _three(model: nn.Module, x: Tensor, y: Tensor, method: str) -> Sequence[Tensor]:

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from .case import Case
+from .methods import METHODS
 from .tables import text
 from .worker import write
 
 PATIENCE = 1800  # seconds for a case
-COMPILED: dict[str, Any] = {"eager": False, "rounds": 9}
+PEERS = tuple(name for name in METHODS if name != "alpha1")  # which says what recording costs: once is enough
+COMPILED: dict[str, Any] = {"eager": False, "rounds": 9, "methods": PEERS}
 ON_CPU: dict[str, Any] = {"precision": "float32", "device": "cpu", "threads": 2, "rounds": 15}
 PENALTIES = ("plain", "paper", "exact", "double")
 VIT_TINY = {"depth": 12}
@@ -72,19 +74,26 @@ def _in_a_process(cases: Mapping[str, Case], out: Path) -> str:
     """Runs the worker, and returns its last words."""
     described = json.dumps({name: asdict(case) for name, case in cases.items()})
     command = [sys.executable, "-m", "threepass.bench.worker", described, str(out)]
+    return last_words(command, PATIENCE * len(cases)) or "exit code 0"
+
+
+def last_words(command: list[str], patience: float | None) -> str:
+    """Runs a command for so many seconds at most; returns the last line of its errors, or how it ended if not well."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE * len(cases))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience)
     except subprocess.TimeoutExpired:
-        return f"not done after {PATIENCE * len(cases)} s"
+        return f"not done after {patience:.0f} s"
     words = done.stderr.strip().splitlines()
-    return words[-1] if words else f"exit code {done.returncode}"
+    return words[-1] if words else f"exit code {done.returncode}" if done.returncode else ""
 
 
 def slug(case: Case) -> str:
     """A name for the case on this machine: h200-plain20-128-tf32."""
     case = case.settled()
-    options = "".join(f"-{key}{value}" for key, value in case.options.items() if not isinstance(value, (list, dict)))
-    return f"{place(case.device)}-{case.model.replace(':', '-')}{options}-{case.batch}-{case.precision}"
+    listed = {key: value for key, value in case.options.items() if not isinstance(value, (list, tuple, dict))}
+    options = "".join(f"-{key}{value}" for key, value in listed.items())
+    name = f"{place(case.device)}-{case.model.replace(':', '-')}{options}-{case.batch}-{case.precision}"
+    return name + "-checkpointing" * case.checkpointing
 
 
 def place(device: str) -> str:

@@ -11,13 +11,16 @@ from typing import Any
 from .methods import NAMES
 
 MIB = 2**20
-TOLERANCE = {"float32": 1e-4, "tf32": 2e-2, "bf16": 0.2}  # relative, of all gradients together
+TOLERANCE = {"float32": 1e-4, "tf32": 2e-2, "bf16": 0.2, "amp": 0.2}  # relative, of all gradients together
 AS_PLAIN = 2  # times what the precision does to plain training itself: in a deep net it turns ReLUs
-PRECISIONS = {"float32": "float32", "tf32": "TF32", "bf16": "bf16"}
+PRECISIONS = {"float32": "float32", "tf32": "TF32", "bf16": "bf16", "amp": "bf16 autocast"}
 ENCODER = "nn.TransformerEncoder, width 128, 4 layers, 64 tokens"
+LARGE = {
+    "imagenet-resnet50": "ResNet-50", "vit-b16": "ViT-B/16", "gpt2": "GPT-2 124M", "convnext": "ConvNeXt-T",
+}  # fmt: skip
 RIVALS = {  # the columns of the short tables
     "paper mode": "paper", "exact mode": "exact", "SAM": "sam", "finite differences": "finite",
-    "double backward": "double",
+    "Jacobian penalty": "jacobian", "double backward": "double",
 }  # fmt: skip
 COSTS = {  # their rows: file, and eager or compiled
     "plain-20, GPU, eager": ("h200-plain20-128-tf32", "eager"),
@@ -31,6 +34,7 @@ COSTS = {  # their rows: file, and eager or compiled
     "nn.TransformerEncoder, CPU, eager": ("cpu-encoder-16-float32", "eager"),
     "nn.TransformerEncoder, CPU, compiled": ("cpu-encoder-16-float32", "best"),
 }
+LARGE_METHODS = ("plain", "paper", "exact")
 FORMS = {"best": "at its best: one compiled program", "eager": "eager"}
 
 
@@ -104,7 +108,7 @@ def _row(name: str, row: dict[str, Any], tolerance: float) -> str:
 
 def title(case: dict[str, Any]) -> str:
     """The net as a reader would name it, with batch and precision."""
-    names = {"mlp": "MLP 3072-2048-2048-10", "resnet18": "ResNet-18", "vit": "ViT-Tiny/4", "encoder": ENCODER}
+    names = {"mlp": "MLP 3072-2048-2048-10", "resnet18": "ResNet-18", "vit": "ViT-Tiny/4", "encoder": ENCODER} | LARGE
     plain = re.fullmatch(r"(plain|resnet)(\d+)", case["model"])
     known = names.get(case["model"]) if case["options"] in ({}, {"depth": 12}) else None
     name = known or (f"{plain[1]}-{plain[2]}" if plain else case["model"])
@@ -200,10 +204,50 @@ def costs(folder: Path, what: str) -> str:
     return "\n".join(lines)
 
 
+def large_nets(folder: Path) -> str:
+    """Time, memory, seconds to compile and largest batch of the large nets, beside those of plain training."""
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted((folder / "large").glob("*.json"))]
+    measured = [r for r in found if any("median" in row for row in r.get("rows", {}).values())]
+    if not measured:
+        return "Not measured yet."
+    lines = [
+        "| net | plain, ms | paper | exact | memory of paper | of exact "
+        "| seconds to compile: plain, paper, exact | largest batch, eager: plain, paper, exact |",
+        "| --- |" + " --- |" * 7,
+    ]
+    return "\n".join([*lines, *map(_large_net, measured)])
+
+
+def _large_net(r: dict[str, Any]) -> str:
+    """Plain training's is the faster of its forms."""
+    rows = {name: [row for key, row in r["rows"].items() if key.startswith(f"{name},")] for name in LARGE_METHODS}
+    best: dict[str, dict[str, Any]] = {
+        name: min(each, key=lambda row: row.get("median", math.inf), default={}) for name, each in rows.items()
+    }
+    plain = best["plain"]
+    cells = [title(r["case"]) + ", activation checkpointing" * r["case"]["checkpointing"], _ms({"best": plain})]
+    for key in ("median", "peak_bytes"):
+        for name in LARGE_METHODS[1:]:
+            known = key in best[name] and key in plain
+            cells.append(f"{best[name][key] / plain[key]:.2f}x" if known else "fails" if "fails" in best[name] else "")
+    largest = r.get("largest_batch", {})
+    cells.append(", ".join(_compile_seconds(best[name]) for name in LARGE_METHODS))
+    cells.append(", ".join(str(largest.get(name, "-")) for name in LARGE_METHODS))
+    return f"| {' | '.join(cells)} |"
+
+
+def _compile_seconds(row: dict[str, Any]) -> str:
+    """With the check of the compiled program."""
+    if row.get("compile_seconds") is None:
+        return "-"
+    return f"{row['compile_seconds'] + (row['parts'] or {}).get('check', 0.0):.0f}"
+
+
 MARKS: dict[str, Callable[[Path], str]] = {  # the first line of a table's place in a page
     "<!-- threepass bench --table results/bench -->": markdown,
     "<!-- time, from results/bench -->": partial(costs, what="time"),
     "<!-- memory, from results/bench -->": partial(costs, what="memory"),
+    "<!-- large nets, from results/bench/large -->": large_nets,
 }
 END = "<!-- end -->"
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from ..errors import CaptureError, UncheckedWarning, warn_caller
+from ..tape.replay import is_random_node
 from . import inductor
 from .check import check
 from .cuda_graph import CudaGraph
 from .dynamic import Dimensions, Guards, SymbolicInputs
-from .rewrite.graph import is_ours, is_random
+from .rewrite.graph import is_ours
 from .trace import Fn, Program, trace
 
 _ours = torch.ops.threepass
@@ -173,7 +174,7 @@ def _compare_with_eager(program: Program, fn: Fn, inputs: Sequence[Tensor], rest
 def _checked(captured: Captured, inputs: Sequence[Tensor]) -> float:
     """Checks the compiled program; gives the seconds that this took."""
     program = captured.program
-    if any(is_random(node) for node in program.plain.graph.nodes):  # no step of three passes: it has no seed
+    if any(is_random_node(node) for node in program.plain.graph.nodes):  # no step of three passes: it has no seed
         return 0.0
     values = [*program.state, *inputs]
     try:

@@ -19,7 +19,8 @@ from torch.fx import Graph
 from torch.library import custom_op
 
 from ..errors import CaptureError
-from .rewrite.graph import call, is_random, put
+from ..tape.replay import is_random_node
+from .rewrite.graph import call, put
 
 _aten, _ours = torch.ops.aten, torch.ops.threepass
 
@@ -129,7 +130,7 @@ def seed_draws(graph: Graph) -> bool:
     A graph without a step's seed stays as it is.
     """
     marks = [node for node in graph.nodes if node.target is _ours.seed.default]
-    drawn = [node for node in graph.nodes if is_random(node)]
+    drawn = [node for node in graph.nodes if is_random_node(node)]
     if not marks:
         return bool(drawn)
     unknown = sorted({str(node.target) for node in drawn if node.target not in _DRAWN})

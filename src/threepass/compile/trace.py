@@ -5,6 +5,7 @@ alias) and results without readers are dropped, and the tensors that the program
 inputs of it, so that it sees them as they are at each call and may write to them.
 """
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -43,6 +44,7 @@ class Program:
         symbolic: SymbolicInputs | None = None,
     ):
         self.graph, self.plain, self.state, self.draws, self.symbolic = graph, plain, state, draws, symbolic
+        self.trace_seconds = self.rewrite_seconds = 0.0
         self.is_seeded = any(node.target is torch.ops.threepass.seeds.default for node in plain.graph.nodes)
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
@@ -61,6 +63,7 @@ def trace(fn: Fn, inputs: Sequence[Tensor], kernels: bool = True, symbolic: Symb
         with in_trace(), one_node_each(kernels):
             return fn(*inputs)
 
+    began = time.perf_counter()
     if symbolic is None:
         graph = make_fx(watched)(*inputs)
     else:
@@ -77,12 +80,15 @@ def trace(fn: Fn, inputs: Sequence[Tensor], kernels: bool = True, symbolic: Symb
     plain.graph.output(plain.graph.graph_copy(graph.graph, {}))
     reshape_instead_of_view(plain.graph)
     plain.recompile()
+    traced = time.perf_counter()
     rewrite.apply(graph, kernels)
     dense_before_scatter(graph.graph)
     reshape_instead_of_view(graph.graph)
     graph.graph.lint()
     graph.recompile()
-    return Program(graph, plain, state, draws, symbolic)
+    program = Program(graph, plain, state, draws, symbolic)
+    program.trace_seconds, program.rewrite_seconds = traced - began, time.perf_counter() - traced
+    return program
 
 
 def _lift(graph: GraphModule) -> list[Tensor]:

@@ -18,13 +18,17 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._torch_compat import is_traced
 from ..errors import UnsupportedError
 from ..numerics.precision import accumulate_dtype, seed_op, start
+from ..tape.arguments import unflatten
+from ..tape.checkpointed import Block, BlockError
 from ..tape.inputs import module_output_as_input, tracking_module_paths
 from ..tape.intercept import intercepting_functions
 from ..tape.operation import Operation
 from ..tape.record import Record
-from ..tape.signals import ActivationMeta
+from ..tape.replay import as_recorded
+from ..tape.signals import ActivationMeta, Signals
 from ..tape.state import autograd_enabled, unchanged_on_error, without_garbage_collection
 from .exact import backward_again
 from .gradients import Gradients
@@ -32,6 +36,7 @@ from .options import InputOptions, Options, check_loss, check_model, check_x, ow
 from .penalty import Penalty, evaluate
 from .plan import Operand, Plan, Scale, make_plan
 from .propagation import Errors, Propagation
+from .sharded import is_fully_sharded
 from .warn import warn_of_norms, warn_of_other_leaves
 from .wrt import Wrt, is_float, leaves_of, like_inputs, map_inputs, map_leaves
 
@@ -137,9 +142,11 @@ def run(
     step = _Step(model, loss_fn, x, y, options, third and options.has_third_term, warn, weights, seed)
     with without_garbage_collection():
         try:
-            return _three_passes(step, module_paths=False)
+            return _three_passes(step, module_paths=False, blocks=_has_blocks(step))
+        except BlockError:
+            return _three_passes(step, module_paths=False, blocks=False)
         except UnsupportedError:  # fails again, with the names of the modules
-            return _three_passes(step, module_paths=True)
+            return _three_passes(step, module_paths=True, blocks=False)
 
 
 class _Step(NamedTuple):
@@ -156,14 +163,19 @@ class _Step(NamedTuple):
     seed: Tensor | None
 
 
-def _three_passes(step: _Step, module_paths: bool) -> Result:
+def _has_blocks(step: _Step) -> bool:
+    """Whether checkpointed blocks are recorded as one operation each."""
+    return not step.options.exact and not is_traced() and not is_fully_sharded(step.model)
+
+
+def _three_passes(step: _Step, module_paths: bool, blocks: bool) -> Result:
     model, options = step.model, step.options
     parameters = check_model(model)
     samples = check_x(step.x, options)
     with autograd_enabled(), unchanged_on_error(model):
         # Pass 1: l = loss(w(x), y). The tape records every operation that depends on the input. The options and the
         # tape then decide how the gradients of passes 2 and 3 are combined.
-        tape = Record(next(iter(parameters.values())).device.type, module_paths)
+        tape = Record(next(iter(parameters.values())).device.type, module_paths, blocks)
         output, loss = forward(model, step.loss_fn, step.x, step.y, tape, options)
         tape.prune(to_loss=options.exact and step.third)
         plan = make_plan(tape, options, samples, step.third, step.weights)
@@ -180,7 +192,7 @@ def _three_passes(step: _Step, module_paths: bool) -> Result:
         # backward pass.
         if step.warn and step.third and not options.exact:
             warn_of_norms(model, tape.operations)
-        t_0, third_scale = _start(plan, dx, slopes, options.part(samples))
+        t_0, third_scale = _start(plan, dx, slopes, options.part(samples), tape)
         gradients = Gradients(plan, third_scale, step.seed)
         with torch.no_grad():
             steps = forward_again(tape, dx, t_0, errors, gradients)
@@ -241,18 +253,23 @@ def backward(tape: Record, plan: Plan, loss: Tensor) -> tuple[list[Tensor], dict
     if plan.frees_activations:
         for op in tape.operations:
             op.free_activation()
+    return _errors(tape, plan, loss, _times_ones(plan.loss_error, loss))
+
+
+def _errors(tape: Record, plan: Plan, u: Tensor, d: Tensor) -> tuple[list[Tensor], dict[Operation, Errors]]:
+    """The errors of the inputs and of operations, from the error d of the output u."""
     ops = [op for op in reversed(tape.operations) if op.weights or (plan.exact and op.needs_error)]
     leaves = [leaf for _, leaf, _ in tape.inputs]
     wanted: list[Any] = [*leaves, *(z for op in ops for z in (*op.error_edges, *(leaf for _, leaf in op.leaves)))]
     with tape.recomputing():
-        grads = iter(torch.autograd.grad(loss, wanted, _times_ones(plan.loss_error, loss), allow_unused=True))
+        grads = iter(torch.autograd.grad(u, wanted, d, allow_unused=True))
     dx = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=False)]
     errors = {}
     for op in ops:
-        d = [op.error_at_output(next(grads)) for _ in op.error_edges]
-        errors[op] = Errors(d, [next(grads) for _ in op.leaves])
+        found = [op.error_at_output(next(grads)) for _ in op.error_edges]
+        errors[op] = Errors(found, [next(grads) for _ in op.leaves])
         for i, changed in op.hooked_errors.items() if not op.leaves else ():
-            d[i] = changed
+            found[i] = changed
     return dx, errors
 
 
@@ -270,14 +287,25 @@ def forward_again(
             gradients.add(source, g, None)
         if t is not None:
             signals.put(z, gradients.mix(source.detach(), t) if plan.case.carried is Operand.MIX else t)
+    return _propagate(tape, signals, errors, gradients)
+
+
+def _propagate(
+    tape: Record, signals: Signals, errors: dict[Operation, Errors], gradients: Gradients
+) -> list[Propagation]:
+    plan = gradients.plan
     steps = []
     for op in tape.consume():
         out = None
         try:
-            step = Propagation(op, errors.pop(op, None), [signals.get(z) for _, z in op.active])
-            out = step.forward(gradients)
-            if plan.exact:
-                steps.append(step)
+            t = [signals.get(z) for _, z in op.active]
+            if isinstance(op, Block):
+                out = _through_block(op, errors.pop(op), t, tape, gradients)
+            else:
+                step = Propagation(op, errors.pop(op, None), t)
+                out = step.forward(gradients)
+                if plan.exact:
+                    steps.append(step)
         except Exception as error:
             tape.note(op, error)
         for z in op.last_reads:
@@ -288,7 +316,36 @@ def forward_again(
     return steps
 
 
-def _start(plan: Plan, dx: list[Tensor], slopes: list[Tensor] | None, batch: float) -> tuple[list[Tensor], Scale]:
+def _through_block(
+    block: Block, errors: Errors, t: list[Tensor | None], tape: Record, gradients: Gradients
+) -> list[Tensor | None]:
+    """Pass 3 through a checkpointed block (`tape/checkpointed.py`): returns the tangent of its output."""
+    inner, (d,) = Record(tape.device), errors.d
+    if d is None:  # the loss does not depend on it
+        return [None]
+    values = list(block.values)
+    with torch.enable_grad():
+        for i, _ in block.active:
+            values[i] = inner.add_input(values[i])
+        args, kwargs = unflatten(values, block.spec)
+        with as_recorded(block.func, block.autocast, block.rng), intercepting_functions(), inner:
+            result = block.func(*args, **kwargs)
+        u = block.output_in(result, inner.operations, inner.meta_of)
+        output = inner.meta_of(u)
+        inner.prune(to_loss=False, outputs=[output] if block.pushes else [])
+        _, inside = _errors(inner, gradients.plan, u, d)
+    signals = inner.signals()
+    for (_, _, z), s in zip(inner.inputs, t, strict=True):
+        signals.put(z, s)
+    del result, u, values, args, kwargs
+    _propagate(inner, signals, inside, gradients)
+    tape.problems += inner.problems
+    return [signals.get(output)]
+
+
+def _start(
+    plan: Plan, dx: list[Tensor], slopes: list[Tensor] | None, batch: float, tape: Record
+) -> tuple[list[Tensor], Scale]:
     """t_0, and what the third pass's gradients are to be multiplied by to undo the scales of t_0 and d.
 
     slopes: the derivative of the penalty at each dl_i/dx_i; None: it is dl_i/dx_i itself.
@@ -296,9 +353,10 @@ def _start(plan: Plan, dx: list[Tensor], slopes: list[Tensor] | None, batch: flo
     if plan.case.carried is None:
         return [], 1.0
     scale = plan.tangent_scale * plan.third if plan.is_joint else plan.tangent_scale
+    over_ranks = tape.over_ranks() if plan.half else None
     if slopes is None:
-        return start(dx, scale, plan.error_scale, plan.half)
-    t_0, third_scale = start(slopes, scale * plan.error_scale / batch, plan.error_scale, plan.half)
+        return start(dx, scale, plan.error_scale, plan.half, over_ranks)
+    t_0, third_scale = start(slopes, scale * plan.error_scale / batch, plan.error_scale, plan.half, over_ranks)
     return [t.to(g.dtype) for t, g in zip(t_0, dx, strict=True)], third_scale
 
 

@@ -49,7 +49,7 @@ class Gradients:
                     has_weight = self.plan.is_joint  # pass 3 started from third * t_0
                     _accumulate(self.products[Operand.MIX if has_weight else operand], weight, lin.grad[value](d, z))
             elif not self.plan.is_joint:
-                _accumulate(self.products[Operand.A], weight, add(d))
+                _accumulate(self.products[Operand.A], weight, add(self._weighted(d)))
 
     def add_tapped(
         self, op: Operation, lin: Linearization, d: Tensor, s: Tensor | None, backprop: list[Tensor | None]
@@ -78,6 +78,8 @@ class Gradients:
     def mix(self, a: Tensor, t: Tensor) -> Tensor:
         """The mix of a and t, in the plan's form."""
         back, third = self.plan.back, self.plan.third
+        if self.plan.sample_weights is not None:
+            return torch.addcmul(t, a, self._per_sample(a))
         if self.plan.mix_form is MixForm.RELATIVE:
             return a + self._ratio * t
         if isinstance(back, Tensor) or isinstance(third, Tensor):
@@ -85,6 +87,14 @@ class Gradients:
         if back + third == 1:
             return torch.lerp(t, a, back)
         return torch.add(a * back if back != 1 else a, t, alpha=third)
+
+    def _weighted(self, d: Tensor) -> Tensor:
+        """d times the weights of backpropagation's term for each sample."""
+        return d if self.plan.sample_weights is None else d * self._per_sample(d)
+
+    def _per_sample(self, like: Tensor) -> Tensor:
+        assert self.plan.sample_weights is not None
+        return self.plan.sample_weights.reshape(-1, *[1] * (like.dim() - 1))
 
     def _operands(self, lin: Linearization, s: Tensor | None) -> list[tuple[Operand, Tensor]]:
         """What the plan multiplies by d; without a tangent, a alone."""

@@ -19,7 +19,27 @@ from .table import Linearization, rule
 _aten = torch.ops.aten
 
 
-@rule(F.linear)
+def linear_by_rows(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear as one matrix product, of a copy of a where its rows are not evenly spaced.
+
+    F.linear itself multiplies such an a (a transposed batch, as in nn.MultiheadAttention) slice by slice, unless the
+    weight requires grad, which those of a step do not: many small products take longer.
+    """
+    return F.linear(a.reshape(-1, a.shape[-1]), weight, bias).view(*a.shape[:-1], -1)
+
+
+linear_by_rows.__name__ = "linear"  # in messages and tables, the user's operation
+
+
+def has_uneven_rows(a: Tensor, weight: Tensor) -> bool:
+    return a.dim() > 2 and weight.dim() == 2 and not a.is_contiguous()
+
+
+def _linear(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return (linear_by_rows if has_uneven_rows(a, weight) else F.linear)(a, weight, bias)
+
+
+@rule(F.linear, linear_by_rows)
 def linear(u: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Linearization | None:
     """u = a Wᵀ + b, with a: (..., i), W: (o, i), b: (o), u: (..., o)."""
     if weight.dim() != 2 or u.is_complex():
@@ -33,11 +53,28 @@ def linear(u: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     return Linearization(
         signal=as_dtype(a, dtype),
         tangent=lambda t: as_dtype(t, dtype),
-        push=lambda s: F.linear(s, w),
-        mix=lambda m, back: F.linear(as_dtype(m, dtype), w, _times(back, bias, dtype)),
-        pull=lambda d: as_dtype(d @ w, a.dtype),
+        push=lambda s: _linear(s, w),
+        mix=lambda m, back: _linear(as_dtype(m, dtype), w, _times(back, bias, dtype)),
+        pull=lambda d: as_dtype(_linear(d, w.mT), a.dtype),
         grad={weight: lambda d, s: rows(d).mT @ rows(s)},
         add={} if bias is None else {bias: lambda d: rows(d).sum(0)},
+    )
+
+
+@rule(torch.addmm, Tensor.addmm, arity=2)
+def addmm(u, bias, a, weight, *, beta=1, alpha=1, active) -> Linearization | None:
+    """u = a W + b, with a: (n, i), W: (i, o), b: (o), u: (n, o): the linear layer of GPT-2 in transformers."""
+    if active != [1] or (beta, alpha) != (1, 1) or bias.shape != u.shape[1:] or u.is_complex():
+        return None
+    w = weight.to(u.dtype)
+    return Linearization(
+        signal=a.detach().to(u.dtype),
+        tangent=lambda t: t.to(u.dtype),
+        push=lambda s: s @ w,
+        mix=lambda m, back: torch.addmm(_scaled(bias, back).to(u.dtype), m.to(u.dtype), w),
+        pull=lambda d: (d @ w.mT).to(a.dtype),
+        grad={weight: lambda d, s: s.mT @ d},
+        add={bias: lambda d: d.sum(0)},
     )
 
 
@@ -95,9 +132,11 @@ def _convolution(u, a, weight, bias, how: Geometry) -> Linearization | None:
 
 
 def _times(back, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if bias is None:
-        return None
-    return as_dtype(bias if isinstance(back, float) and back == 1 else back * bias, dtype)
+    return None if bias is None else as_dtype(_scaled(bias, back), dtype)
+
+
+def _scaled(bias: Tensor, back) -> Tensor:
+    return bias if isinstance(back, float) and back == 1 else back * bias
 
 
 def _fixed(value):

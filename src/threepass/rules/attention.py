@@ -19,6 +19,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,26 +38,33 @@ def attention(
     """q: (..., l, n), k: (..., m, n), v: (..., m, o), u: (..., l, o)."""
     if dropout_p > 0 or enable_gqa:
         return None
-    values = q.detach().to(u.dtype), k.detach().to(u.dtype), v.detach().to(u.dtype)
+    at = Heads(*_to(u.dtype, (q.detach(), k.detach(), v.detach())))
     scores = Scores(1 / math.sqrt(q.shape[-1]) if scale is None else scale, is_causal, attn_mask)
-    fused = _fits_kernels(*values, scores)
+    fused = _fits_kernels(at, scores)
 
     def push(*t: Tensor | None) -> Tensor:
-        t_q, t_k, t_v = _to(u.dtype, t)
+        along = Heads(*_to(u.dtype, t))
         if fused:
-            return _fused_tangent(u, *values, t_q, t_k, t_v, scores)
-        if _is_plain((*values, t_q, t_k, t_v), scores):
-            return _batched_tangent(*values, t_q, t_k, t_v, scores).view(u.shape)
-        t_u = tangent(*values, t_q, t_k, t_v, scores)
+            return _fused_tangent(u, at, along, scores)
+        if _is_plain((*at, *along), scores):
+            return _batched_tangent(at, along, scores).view(u.shape)
+        t_u = tangent(at, along, scores)
         return torch.zeros_like(u, device=q.device) if t_u is None else t_u
 
     def bend(r: Signal, d: Signal, t: Signal) -> Signal:
-        t_q, t_k, t_v = _to(u.dtype, t)
         d_u, r_u = _to(u.dtype, (*d, *r))
-        bent = (_fused_bend if fused else curved)(*values, t_q, t_k, t_v, d_u, r_u, scores)
+        bent = (_fused_bend if fused else curved)(at, Heads(*_to(u.dtype, t)), d_u, r_u, scores)
         return [None if s is None else s.sum_to_size(z.shape).to(z.dtype) for s, z in zip(bent, (q, k, v), strict=True)]
 
     return Linearization(push=push, bend=bend)
+
+
+class Heads(NamedTuple):
+    """q, k and v, or their tangents, of which those that are zero may be None."""
+
+    q: Any
+    k: Any
+    v: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +84,10 @@ class Scores:
         return safe_softmax(s, -1)
 
 
-def tangent(q, k, v, t_q, t_k, t_v, scores: Scores) -> Tensor | None:
+def tangent(at: Heads, t: Heads, scores: Scores) -> Tensor | None:
     """t_u; a tangent that is None is zero."""
-    p = scores.softmax(q, k)
-    return _sum(_product(p, t_v), _product(_tangent_of_softmax(p, q, k, t_q, t_k, scores), v))
+    p = scores.softmax(at.q, at.k)
+    return _sum(_product(p, t.v), _product(_tangent_of_softmax(p, at, t, scores), at.v))
 
 
 def _is_plain(operands: Sequence[Tensor | None], scores: Scores) -> bool:
@@ -89,9 +97,9 @@ def _is_plain(operands: Sequence[Tensor | None], scores: Scores) -> bool:
     return is_wide and scores.mask is None and None not in shapes and len(shapes) == 1 and not is_traced()
 
 
-def _batched_tangent(q, k, v, t_q, t_k, t_v, scores: Scores) -> Tensor:
+def _batched_tangent(at: Heads, t: Heads, scores: Scores) -> Tensor:
     """`tangent` in fewer launches, with batch and heads as one dimension: softmax's own backward is its tangent too."""
-    q, k, v, t_q, t_k, t_v = (z.reshape(-1, *z.shape[-2:]) for z in (q, k, v, t_q, t_k, t_v))
+    q, k, v, t_q, t_k, t_v = (z.reshape(-1, *z.shape[-2:]) for z in (*at, *t))
     scale = scores.scale
     s = torch.baddbmm(q.new_empty(1, 1, 1), q, k.mT, beta=0, alpha=scale)
     if scores.causal:
@@ -101,25 +109,25 @@ def _batched_tangent(q, k, v, t_q, t_k, t_v, scores: Scores) -> Tensor:
     return torch.baddbmm(torch.bmm(p, t_v), softmax_backward(t_s, p, -1, p.dtype), v)
 
 
-def curved(q, k, v, t_q, t_k, t_v, d, r, scores: Scores) -> Signal:
+def curved(at: Heads, t: Heads, d: Tensor | None, r: Tensor | None, scores: Scores) -> Signal:
     """R{d} of q, k and v; what is None of the tangents, d and r is zero."""
-    p = scores.softmax(q, k)
-    t_p = _tangent_of_softmax(p, q, k, t_q, t_k, scores)
-    d_p = _centred(p, _product(d, v.mT))
-    r_p = _centred(p, _sum(_product(r, v.mT), _product(d, _turned(t_v))))
+    p = scores.softmax(at.q, at.k)
+    t_p = _tangent_of_softmax(p, at, t, scores)
+    d_p = _centred(p, _product(d, at.v.mT))
+    r_p = _centred(p, _sum(_product(r, at.v.mT), _product(d, _turned(t.v))))
     d_s = None if d_p is None else p * d_p
     r_s = None if r_p is None else p * r_p
     if t_p is not None and d_p is not None:  # rowsum(t_P) = 0, so that R{D} may take d_P - D for d_P
         bent = t_p * d_p
         r_s = _sum(r_s, bent - p * bent.sum(-1, keepdim=True))
     r_v = _sum(_product(_turned(t_p), d), _product(_turned(p), r))
-    r_q = _sum(_product(r_s, k), _product(d_s, t_k))
-    r_k = _sum(_product(_turned(r_s), q), _product(_turned(d_s), t_q))
+    r_q = _sum(_product(r_s, at.k), _product(d_s, t.k))
+    r_k = _sum(_product(_turned(r_s), at.q), _product(_turned(d_s), t.q))
     return [None if r_q is None else r_q * scores.scale, None if r_k is None else r_k * scores.scale, r_v]
 
 
-def _tangent_of_softmax(p, q, k, t_q, t_k, scores: Scores) -> Tensor | None:
-    t_s = _centred(p, _sum(_product(t_q, k.mT), _product(q, _turned(t_k))))
+def _tangent_of_softmax(p: Tensor, at: Heads, t: Heads, scores: Scores) -> Tensor | None:
+    t_s = _centred(p, _sum(_product(t.q, at.k.mT), _product(at.q, _turned(t.k))))
     return None if t_s is None else p * t_s * scores.scale
 
 
@@ -147,7 +155,8 @@ def _to(dtype: torch.dtype, signals) -> Signal:
     return [None if s is None else s.to(dtype) for s in signals]
 
 
-def _fits_kernels(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> bool:
+def _fits_kernels(at: Heads, scores: Scores) -> bool:
+    q, k, v = at
     return (
         q.is_cuda
         and scores.mask is None
@@ -171,21 +180,21 @@ def _widest_head(device: torch.device, dtype: torch.dtype) -> int:
     return 128 if dtype != torch.float32 and room >= 160 * 1024 else 64
 
 
-def _fused_tangent(u, q, k, v, t_q, t_k, t_v, scores: Scores) -> Tensor:
+def _fused_tangent(u: Tensor, at: Heads, t: Heads, scores: Scores) -> Tensor:
     by_token = u.dim() == 4 and u.stride(1) < u.stride(2)
-    operands = map(_with_heads, (q, k, v, t_q, t_k, t_v))
+    operands = map(_with_heads, (*at, *t))
     run = attention_tangent if has_dispatch_modes() else launch_tangent
     return run(*operands, scores.scale, scores.causal, _float32_products(), by_token).view(u.shape)
 
 
-def _fused_bend(q, k, v, t_q, t_k, t_v, d, r, scores: Scores) -> Signal:
-    by_token = q.dim() == 4 and q.stride(1) < q.stride(2)
+def _fused_bend(at: Heads, t: Heads, d: Any, r: Any, scores: Scores) -> Signal:
+    by_token = at.q.dim() == 4 and at.q.stride(1) < at.q.stride(2)
     if d is None:
         d = torch.zeros_like(r)
-    operands = map(_with_heads, (q, k, v, t_q, t_k, t_v, d, r))
+    operands = map(_with_heads, (*at, *t, d, r))
     run = attention_bend if has_dispatch_modes() else launch_bend
     bent = run(*operands, scores.scale, scores.causal, _float32_products(), by_token)
-    return [s.view(z.shape) for s, z in zip(bent, (q, k, v), strict=True)]
+    return [s.view(z.shape) for s, z in zip(bent, at, strict=True)]
 
 
 def _with_heads(z: Tensor | None) -> Tensor | None:

@@ -77,7 +77,7 @@ class _BatchNorm(torch.autograd.Function):
 @rule(torch.batch_norm, tap=_tap)
 def batch_norm(u, a, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled) -> Linearization:
     """Over the batch and positions of each channel; in eval mode a fixed affine map."""
-    dims, shape = _channels(a)
+    dims, shape = channels(a)
     if _at_input(a, weight, training):
         return _norm_at_input(u, a, weight, bias, eps)
     if training:
@@ -89,7 +89,7 @@ def batch_norm(u, a, weight, bias, running_mean, running_var, training, momentum
         tangent=lambda t: t * scale,
         push=lambda s: _scale(s, None if weight is None else weight.view(shape), u.dtype),
         pull=lambda d: (d * full).to(a.dtype),
-        **_affine(weight, bias, dims),
+        **affine_gradients(weight, bias, dims),
     )
 
 
@@ -123,7 +123,7 @@ def group_norm(u, a, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled
 @rule(torch.instance_norm)
 def instance_norm(u, a, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled):
     """Over the positions of each channel of each sample."""
-    dims, shape = _channels(a)
+    dims, shape = channels(a)
     return _norm(u, a, weight, bias, _Axes(dims[1:], dims, shape), eps) if use_input_stats else None
 
 
@@ -173,7 +173,7 @@ def _norm_at_input(u, a, weight, bias, eps) -> Linearization:
     """Batch norm, with d the error of a."""
     if _is_native(a, weight):
         return _native_norm_at_input(a, weight, bias, eps)
-    dims, shape = _channels(a)
+    dims, shape = channels(a)
     group = _group(a, dims, eps)
     w = None if weight is None else weight.view(shape)
     dtype, count = group.rstd.dtype, a.numel() // a.shape[1]
@@ -188,7 +188,7 @@ def _norm_at_input(u, a, weight, bias, eps) -> Linearization:
         pull=lambda r: _scale(norm.jacobian(r, *group), w, dtype),
         curve=curve,
         third={} if weight is None else {weight: lambda d, t: norm.scale_gradient_at_input(d, t, weight, dims)},
-        **_affine(weight, bias, dims),
+        **affine_gradients(weight, bias, dims),
     )
 
 
@@ -209,7 +209,7 @@ def _nudged(weight: Tensor) -> Tensor:
 
 def _native_norm_at_input(a: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Linearization:
     """`_norm_at_input` by PyTorch's kernels."""
-    dims, shape = _channels(a)
+    dims, shape = channels(a)
     x_hat, mean, rstd = torch.native_batch_norm(a, None, None, None, None, True, 0.0, eps)
     count = a.numel() // a.shape[1]
 
@@ -227,7 +227,7 @@ def _native_norm_at_input(a: Tensor, weight: Tensor | None, bias: Tensor | None,
         pull=weighted_jacobian,
         curve=curve,
         third={} if weight is None else {weight: lambda d, t: (d * t).sum(dims) / _nudged(weight)},
-        **_affine(weight, bias, dims),
+        **affine_gradients(weight, bias, dims),
     )
 
 
@@ -248,7 +248,7 @@ def _native_layer_norm(
         push=lambda s: s if weight is None else s * weight,
         pull=lambda r: jacobian(r, weight),
         curve=lambda d, t: norm.curved(d, t, weight, x_hat, rstd, axes.dims, True),
-        **_affine(weight, bias, axes.summed),
+        **affine_gradients(weight, bias, axes.summed),
     )
 
 
@@ -269,11 +269,11 @@ def _norm(u, a, weight, bias, axes: _Axes, eps: float) -> Linearization:
         push=lambda s: joined(_scale(s, w, u.dtype)),
         pull=lambda r: joined(norm.pulled(split(r), w, *group)),
         curve=lambda d, t: joined(norm.curved(split(d), split(t), w, *group)),
-        **_affine(weight, bias, axes.summed, split),
+        **affine_gradients(weight, bias, axes.summed, split),
     )
 
 
-def _channels(a: Tensor) -> tuple[list[int], list[int]]:
+def channels(a: Tensor) -> tuple[list[int], list[int]]:
     """All dimensions but the channels', and the shape of a tensor of channels beside a."""
     return [0, *range(2, a.dim())], [1, -1] + [1] * (a.dim() - 2)
 
@@ -282,7 +282,9 @@ def _scale(s: Tensor, w: Tensor | None, dtype: torch.dtype) -> Tensor:
     return s.to(dtype) if w is None else norm.scaled(s, w, dtype)
 
 
-def _affine(weight, bias, summed: list[int], split: Callable[[Tensor], Tensor] = lambda z: z) -> dict[str, Any]:
+def affine_gradients(
+    weight, bias, summed: list[int], split: Callable[[Tensor], Tensor] = lambda z: z
+) -> dict[str, Any]:
     """The gradients of scale and shift: sums over every dimension that they are broadcast along."""
 
     def total(d: Tensor) -> Tensor:

@@ -17,19 +17,24 @@ are written in Python (`F.batch_norm`, `F.relu`, `F.multi_head_attention_forward
 """
 
 import contextlib
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from .._torch_compat import DisableTorchFunction, gradient_edge, has_saved_tensor_hooks
 from ..errors import CaptureError, Place
 from ..numerics.precision import HALF
+from ..rules.sync_batch_norm import groups_of, largest
 from ..rules.table import Rule, Tap, rule_for
 from .activity import ActivityTracker
 from .arguments import flatten, tensors_in, unflatten
+from .checkpointed import Block, can_be_recorded_again, without_tensors
 from .functions import traits_of
 from .intercept import REPLACED, intercepting_functions, with_separate_histories
 from .operation import Operation, results_of, without_contents
@@ -51,8 +56,9 @@ class Input(NamedTuple):
 class Record(ActivityTracker):
     """The operations of pass 1 in execution order, the inputs, and the list of problems."""
 
-    def __init__(self, device: str, module_paths: bool = False):
+    def __init__(self, device: str, module_paths: bool = False, blocks: bool = False):
         super().__init__()
+        self.blocks = blocks  # checkpointed functions as one operation each
         self.device = device
         self.module_paths = module_paths  # note in which module an operation runs, for messages
         self.operations: deque[Operation] = deque()  # in execution order
@@ -62,6 +68,7 @@ class Record(ActivityTracker):
         self.recording = True
         self.checkpointed = False
         self._producers: dict[ActivationMeta, tuple[Operation, int]] = {}
+        self._block: dict[ActivationMeta, GradientEdge] | None = None  # in a checkpointed function: of its results
         self._open_functions: list[Callable[..., Any]] = []  # the Python functions whose calls are being recorded
 
     def add_input(self, z: Tensor) -> Tensor:
@@ -75,12 +82,13 @@ class Record(ActivityTracker):
     def signals(self) -> "Signals":
         return Signals(self._aliased)
 
-    def prune(self, to_loss: bool) -> None:
+    def prune(self, to_loss: bool, outputs: Sequence[ActivationMeta] = ()) -> None:
         """Drops the operations that pass 3 does not need, and sets for the others what is needed of them downstream.
 
-        to_loss: pass 3 goes on to the loss; else to the last operation that has weights.
+        to_loss: pass 3 goes on to the loss; else to the last operation that has weights, and to the outputs.
         """
-        read_downstream: set[Any] = set()
+        self._settle_blocks()
+        read_downstream: set[Any] = set(map(self._signal_key, outputs))
         operations = []
         for op in reversed(self.operations):
             storage = op.outputs[0].storage
@@ -98,6 +106,14 @@ class Record(ActivityTracker):
         self._producers = {}
         self._readers.clear()  # from here on, the tape has the only reference to an operation
 
+    def _settle_blocks(self) -> None:
+        blocks = [op for op in self.operations if isinstance(op, Block)]
+        if blocks:
+            read = {z for op in self.operations for _, z in op.active}
+            for block in blocks:
+                block.settle(read)
+            self.operations = deque(op for op in self.operations if op.outputs)  # of others, nothing is read
+
     def consume(self) -> Iterator[Operation]:
         """The operations in execution order; the tape drops each, so that its activations can be freed."""
         while self.operations:
@@ -113,6 +129,11 @@ class Record(ActivityTracker):
         """Whether all weights but those of the last layer have cheap products."""
         others = [op for op in self.operations if op.weights][:-1]
         return bool(others) and not self.problems and all(op.has_cheap_products for op in others)
+
+    def over_ranks(self) -> Callable[[Tensor], Tensor] | None:
+        """Where operations sum signals over ranks, which then have to be scaled alike: the largest value of any."""
+        groups = groups_of(self.operations)
+        return partial(largest, groups=groups) if groups else None
 
     def needs_error(self, z: ActivationMeta) -> bool:
         """Whether R{d} of z is needed: of an input, only where weights upstream of it are trained."""
@@ -131,6 +152,42 @@ class Record(ActivityTracker):
                 stack.enter_context(intercepting_functions())
                 stack.enter_context(self)
             yield
+
+    @contextlib.contextmanager
+    def checkpointing(self, function, args, kwargs) -> Iterator[None]:
+        """Makes one `Block` of the operations of a checkpointed function, if it can be recorded again alone."""
+        if not (self.blocks and self.recording and torch.is_grad_enabled()) or self._block is not None:
+            yield
+            return
+        values, spec = flatten(args, kwargs)
+        active = [(i, self._lookup(z)) for i, z in enumerate(values) if isinstance(z, Tensor) and self.is_active(z)]
+        known = [(i, z) for i, z in active if z is not None]
+        values = [v.detach() if isinstance(v, Tensor) and self.is_active(v) else v for v in values]
+        before, rng, autocast = len(self.operations), random_state(self.device), self._autocast()
+        self._block = {}
+        try:
+            yield
+        finally:
+            edges, self._block = self._block, None
+        inside = list(itertools.islice(self.operations, before, None))
+        if len(known) == len(active) and can_be_recorded_again(inside, [z for _, z in known]) and not self._aliased:
+            weights = [weight for op in inside for weight in op.weights]
+            module = self.path[-1] if self.path else ""
+            block = Block(function, values, spec, known, weights, module, autocast, rng, None, inside=inside)
+            block.edges = edges
+            self._replace(inside, block)
+
+    def _replace(self, inside: list[Operation], block: Block) -> None:
+        """Puts a block in the place of its operations, and frees their tensors."""
+        for op in inside:
+            self.operations.pop()
+            without_tensors(op)
+        gone = set(map(id, inside))
+        for storage, readers in list(self._readers.items()):
+            self._readers[storage] = [(op, i) for op, i in readers if id(op) not in gone]
+        self.operations.append(block)
+        for i, _ in block.active:
+            self._readers[storage_of(block.values[i])].append((block, i))
 
     def note(self, op: Operation, error: Exception) -> None:
         """Adds an error in an operation to the list of problems, so that the pass goes on to find the others.
@@ -201,7 +258,7 @@ class Record(ActivityTracker):
         may_write = rule is None or traits.writes or traits.is_users  # torch functions that have a rule say so
         versions = [_version(values[i]) for i, _ in tensors] if may_write else ()
         args, kwargs = unflatten(values, spec)
-        autocast = (self.device, torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device))
+        autocast = self._autocast()
         tap = rule.tap(*args, **kwargs) if rule is not None and rule.tap is not None else None
         if tap is not None:
             out = tap.output
@@ -227,6 +284,9 @@ class Record(ActivityTracker):
         self._append(op, outputs, tap)
         return out
 
+    def _autocast(self) -> tuple[str, bool, torch.dtype]:
+        return self.device, torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
+
     def _rule(self, func, spec, active) -> Rule | None:
         rule = rule_for(func)
         fits = rule is not None and active[-1][0] < rule.arity and (not spec[1] or rule.names.issuperset(spec[1]))
@@ -251,6 +311,8 @@ class Record(ActivityTracker):
             op.error_edges = [gradient_edge(u) for _, u in outputs]
         op.output_indices = [i for i, _ in outputs]
         op.outputs = [self._register(u) for _, u in outputs]
+        if self._block is not None:
+            self._block |= zip(op.outputs, op.error_edges, strict=True)
         for i, meta in enumerate(op.outputs):
             self._producers[meta] = op, i
         if op.rule is not None and len(outputs) == 1:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .._torch_compat import get_proxy_mode, set_mkldnn_enabled
+from .._torch_compat import arguments_of, get_proxy_mode, set_mkldnn_enabled
 from ..errors import CaptureError
 from ..rules.table import name_of
 from .functions import Traits
@@ -40,8 +40,17 @@ def refusing_random_numbers_in_trace(what: str) -> Iterator[None]:
 
 
 def _draws(mode: Any) -> int:
-    nodes = mode.tracer.graph.nodes
-    return sum(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in nodes)
+    return sum(map(is_random_node, mode.tracer.graph.nodes))
+
+
+def is_random_node(node: Any) -> bool:
+    """Whether a node of a graph draws random numbers; attention does so only with a dropout of more than zero."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    arguments = arguments_of(node.target)
+    given = dict(zip((argument.name for argument in arguments), node.args, strict=False)) | node.kwargs
+    drops = [given.get(argument.name, argument.default_value) for argument in arguments if "dropout" in argument.name]
+    return not drops or any(drops)
 
 
 def has_conditions(func: Callable[..., Any], autocast: tuple[str, bool, torch.dtype], rng: list[Tensor] | None) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ..._torch_compat import FakeTensor, FakeTensorMode, arguments_of, to_copy, tree_leaves, tree_map
+from ..._torch_compat import FakeTensor, FakeTensorMode, to_copy, tree_leaves, tree_map
 from ...kernels.fusible import FORMULAS
 
 
@@ -25,16 +25,6 @@ def is_pointwise(node: Any) -> bool:
 def is_ours(node: Node) -> bool:
     """Whether a node calls an operation of this library, which the compiler takes as it is."""
     return getattr(node.target, "namespace", "") == "threepass"
-
-
-def is_random(node: Any) -> bool:
-    """Whether a node draws random numbers; attention does so only with a dropout of more than zero."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    arguments = arguments_of(node.target)
-    given = dict(zip((argument.name for argument in arguments), node.args, strict=False)) | node.kwargs
-    drops = [given.get(argument.name, argument.default_value) for argument in arguments if "dropout" in argument.name]
-    return not drops or any(drops)
 
 
 def call(graph: Graph, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> Node:

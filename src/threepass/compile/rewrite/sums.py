@@ -14,7 +14,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from ...kernels.batch_norm import can_gate, rectified
-from .graph import call, is_elementwise, is_random, put
+from ...tape.replay import is_random_node
+from .graph import call, is_elementwise, put
 
 _aten = torch.ops.aten
 
@@ -31,7 +32,7 @@ def share_sums(graph: Graph) -> None:
         return same.get(value, value) if isinstance(value, Node) else repr(value)  # 0.0, -0.0 and False are not equal
 
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.is_impure() or is_random(node):
+        if node.op != "call_function" or node.is_impure() or is_random_node(node):
             continue
         key = (node.target, map_aggregate((node.args, node.kwargs), known))
         same[node] = twin = first.setdefault(_hashable(key), node)
