@@ -31,7 +31,7 @@ from threepass.models import mlp, plain
 RANKS = 2
 NETS = {
     "MLP 3072-2048-2048-10, batch 2 x 64": (lambda: mlp(3072, 2048, 2048, 10), (64, 3072)),
-    "plain-20, batch 2 x 16": (lambda: plain(20), (16, 3, 32, 32)),
+    "plain-8, batch 2 x 32": (lambda: plain(8), (32, 3, 32, 32)),
 }
 METHODS = ("plain", "three passes", "three passes, compiled")
 
@@ -71,10 +71,11 @@ def work(rank: int, folder: str, rounds: int) -> None:
         for _ in range(rounds):
             for key, run in runs.items():
                 dist.barrier()
-                seconds[key].append(sample(run, 3, False))
+                seconds[key].append(sample(run, 1, False))
         methods = {m: {"with": summary(seconds[m, True]), "without": summary(seconds[m, False])} for m in METHODS}
         bytes_ = sum(p.numel() * p.element_size() for p in make().parameters())
         rows.append({"net": name, "megabytes": bytes_ / 1e6, "methods": methods})
+        print(rank, name, flush=True)
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows))
     dist.destroy_process_group()

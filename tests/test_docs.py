@@ -139,6 +139,15 @@ def test_trained_examples_are_those_of_the_result_files(name, row):
     assert row.format(**double[-1]) + f"{found} | {double[-1]['seconds']:.0f} s | {ours[-1]['seconds']:.0f} s |" in page
 
 
+def test_the_cost_of_losses_is_that_of_the_result_file():
+    """After new results of benchmarks/loss.py, put the sentence that this expects into the page."""
+    rows = json.loads((BENCH / "cpu-loss.json").read_text())["rows"]
+    compiled = " and ".join(f"{row['compiled']['ratio']:.2f}x ({row['net']})" for row in rows)
+    eager = " and ".join(f"{row['eager']['ratio']:.2f}x" for row in rows)
+    text = " ".join((ROOT / "docs" / "loops.md").read_text().split())
+    assert f"{compiled} of the time of `step(x, y)`, eager steps {eager}" in text
+
+
 def test_captures_are_those_of_the_result_file():
     report = json.loads((BENCH / "h200-captures.json").read_text())
     checks = [check for row in report["rows"] for check in row["checks"]]
