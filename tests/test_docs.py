@@ -138,6 +138,11 @@ def test_captures_are_those_of_the_result_file():
     assert f"{len(checks)} checks, none refused" in page
     assert f"the largest error was {max(check['worst'] for check in checks):.2f} of the allowed one" in page
     assert f"took {min(seconds):.1f} to {max(seconds):.0f} s" in page
+    cpu = json.loads((BENCH / "cpu-captures.json").read_text())
+    worst = max(check["worst"] for row in cpu["rows"] for check in row["checks"])
+    assert not cpu["refused"]
+    assert not cpu["failed"]
+    assert f"{cpu['captures']} checks, none refused, the largest error {worst:.2f} of the allowed one" in page
 
 
 def test_demo_figures_are_those_of_the_result_files():

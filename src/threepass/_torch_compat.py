@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 # seen in 2.10 to 2.13: compares the metadata of many tensors (shape, strides, dtype, device, ...) in one call
@@ -18,6 +19,7 @@ from torch._C._dynamo.guards import TensorGuards
 
 # seen in 2.10 to 2.13: tensors without contents, for shapes and strides
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributions import Distribution
 from torch.fx import Graph, GraphModule, Node
 
@@ -63,10 +65,12 @@ __all__ = [
     "batch_norm_forward",
     "batch_norm_functional",
     "batch_norm_legit",
+    "checkpoint_generator",
     "compile_by_inductor",
     "cpu_attention",
     "cpu_attention_backward",
     "fake_mode_with_symbols",
+    "foreach_add",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul",
@@ -78,9 +82,12 @@ __all__ = [
     "function_modes",
     "function_modes_enabled",
     "get_proxy_mode",
+    "gradient_edge",
     "has_gradient_hooks",
     "has_saved_tensor_hooks",
+    "innermost_function_mode",
     "is_dynamo_imported",
+    "is_traced",
     "is_wrapped_by_compile",
     "keep_for_inductor",
     "kernel_switches",
@@ -94,6 +101,7 @@ __all__ = [
     "overload_of",
     "python_function_of",
     "safe_softmax",
+    "set_checkpoint_generator",
     "set_mkldnn_enabled",
     "set_trace_switches",
     "silu",
@@ -114,6 +122,9 @@ __all__ = [
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 
+# seen in 2.10 to 2.13: what `checkpoint(use_reentrant=False)` runs around its function
+checkpoint_generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+
 # seen in 2.10 to 2.13: no torch function mode or override sees what runs inside
 DisableTorchFunction = torch._C.DisableTorchFunction
 
@@ -130,6 +141,7 @@ silu = torch._C._nn.silu
 leaky_relu, leaky_relu_ = torch._C._nn.leaky_relu, torch._C._nn.leaky_relu_
 
 # seen in 2.10 to 2.13: one operation on each of many tensors, in one launch
+foreach_add = torch._foreach_add
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul = torch._foreach_mul
@@ -198,9 +210,36 @@ def arguments_of(operation: Any) -> Sequence[Any]:
     return operation._schema.arguments
 
 
+def set_checkpoint_generator(generator: Callable[..., Any]) -> None:
+    """Replaces `checkpoint_generator`; seen in 2.10 to 2.13."""
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = generator
+
+
 def has_saved_tensor_hooks() -> bool:
     """Whether saved-tensor hooks are set, as a checkpoint does; seen in 2.10 to 2.13."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def innermost_function_mode() -> Any:
+    """The TorchFunctionMode that a call is shown to, if there is one; seen in 2.10 to 2.13."""
+    count = torch._C._len_torch_function_stack()
+    return torch._C._get_function_stack_at(count - 1) if count and function_modes_enabled() else None
+
+
+def is_traced() -> bool:
+    """Whether a tracer writes down what runs; seen in 2.10 to 2.13. Without any dispatch mode the answer is quick."""
+    return torch._C._len_torch_dispatch_stack() > 0 and get_proxy_mode() is not None
+
+
+def gradient_edge(z: Tensor) -> GradientEdge:
+    """`torch.autograd.graph.get_gradient_edge` of a tensor that is no leaf, at less cost; seen in 2.10 to 2.13.
+
+    Nodes of Python functions need what that function does to keep them alive.
+    """
+    node = z.grad_fn
+    if node is None or isinstance(node, torch._C._FunctionBase):
+        return get_gradient_edge(z)
+    return GradientEdge(node, z.output_nr)
 
 
 def has_gradient_hooks(parameters: Iterable[nn.Parameter]) -> bool:

@@ -351,7 +351,10 @@ def add_to_grad(model: nn.Module, r: AnyResult, scaler: GradScaler | None = None
     parameters = [named[name] for name in r.grads]
     grads = rounded(scaled(list(r.grads.values()), scaler), [p.dtype for p in parameters], calls)
     with torch.inference_mode(False), torch.enable_grad():
-        torch.autograd.backward(parameters, grads)
+        if any(p.grad is None for p in parameters):
+            Carried(r.loss, parameters, grads, calls).loss().backward()  # copies them in one launch
+        else:
+            torch.autograd.backward(parameters, grads)
 
 
 def _prefixed(grads: dict[str, Tensor]) -> dict[str, Tensor]:

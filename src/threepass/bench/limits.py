@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from .._torch_compat import TorchDispatchMode, cpu_attention, cpu_attention_backward, tree_leaves
+from .._torch_compat import TorchDispatchMode, cpu_attention, cpu_attention_backward, to_copy, tree_leaves
 
 NORMS = ("batch_norm", "layer_norm", "group_norm", "rms_norm")
 # Operations that keep a net piecewise linear; one that is not known counts as curved.
@@ -117,7 +117,7 @@ class _Walk(TorchDispatchMode):
         out = func(*args, **kwargs)
         packet = func.overloadpacket
         name = packet.__name__
-        if name == "_to_copy" and args[0].untyped_storage().data_ptr() in self.weights:  # autocast's, in half precision
+        if packet is to_copy and args[0].untyped_storage().data_ptr() in self.weights:  # autocast's, in half precision
             self.weights.add(out.untyped_storage().data_ptr())
         if any(norm in name for norm in NORMS):
             self._add("norm", 0, args[:3], out[0] if isinstance(out, tuple) else out)

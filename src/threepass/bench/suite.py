@@ -90,10 +90,10 @@ def last_words(command: list[str], patience: float | None) -> str:
 def slug(case: Case) -> str:
     """A name for the case on this machine: h200-plain20-128-tf32."""
     case = case.settled()
-    options = "".join(f"-{key}{value}" for key, value in case.options.items() if not isinstance(value, (list, dict)))
-    return f"{place(case.device)}-{case.model.replace(':', '-')}{options}-{case.batch}-{case.precision}" + (
-        "-checkpointing" * case.checkpointing
-    )
+    listed = {key: value for key, value in case.options.items() if not isinstance(value, (list, tuple, dict))}
+    options = "".join(f"-{key}{value}" for key, value in listed.items())
+    name = f"{place(case.device)}-{case.model.replace(':', '-')}{options}-{case.batch}-{case.precision}"
+    return name + "-checkpointing" * case.checkpointing
 
 
 def place(device: str) -> str:

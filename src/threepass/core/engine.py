@@ -18,14 +18,17 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._torch_compat import tree_leaves, tree_map
+from .._torch_compat import is_traced
 from ..errors import UnsupportedError
 from ..numerics.precision import accumulate_dtype, seed_op, start
+from ..tape.arguments import unflatten
+from ..tape.checkpointed import Block, BlockError
 from ..tape.inputs import module_output_as_input, tracking_module_paths
 from ..tape.intercept import intercepting_functions
 from ..tape.operation import Operation
 from ..tape.record import Record
-from ..tape.signals import ActivationMeta
+from ..tape.replay import as_recorded
+from ..tape.signals import ActivationMeta, Signals
 from ..tape.state import autograd_enabled, unchanged_on_error
 from .exact import backward_again
 from .gradients import Gradients
@@ -33,8 +36,9 @@ from .options import InputOptions, Options, check_loss, check_model, check_x, ow
 from .penalty import Penalty, evaluate
 from .plan import Operand, Plan, Scale, make_plan
 from .propagation import Errors, Propagation
+from .sharded import is_fully_sharded
 from .warn import warn_of_norms, warn_of_other_leaves
-from .wrt import Wrt, is_float, like_inputs, map_inputs
+from .wrt import Wrt, is_float, leaves_of, like_inputs, map_inputs, map_leaves
 
 
 @dataclass(frozen=True, repr=False)
@@ -137,9 +141,11 @@ def run(
     x = dict(x) if isinstance(x, Mapping) else x
     step = _Step(model, loss_fn, x, y, options, third and options.has_third_term, warn, weights, seed)
     try:
-        return _three_passes(step, module_paths=False)
+        return _three_passes(step, module_paths=False, blocks=_has_blocks(step))
+    except BlockError:
+        return _three_passes(step, module_paths=False, blocks=False)
     except UnsupportedError:  # fails again, with the names of the modules
-        return _three_passes(step, module_paths=True)
+        return _three_passes(step, module_paths=True, blocks=False)
 
 
 class _Step(NamedTuple):
@@ -156,14 +162,19 @@ class _Step(NamedTuple):
     seed: Tensor | None
 
 
-def _three_passes(step: _Step, module_paths: bool) -> Result:
+def _has_blocks(step: _Step) -> bool:
+    """Whether checkpointed blocks are recorded as one operation each."""
+    return not step.options.exact and not is_traced() and not is_fully_sharded(step.model)
+
+
+def _three_passes(step: _Step, module_paths: bool, blocks: bool) -> Result:
     model, options = step.model, step.options
-    check_model(model)
+    parameters = check_model(model)
     samples = check_x(step.x, options)
     with autograd_enabled(), unchanged_on_error(model):
         # Pass 1: l = loss(w(x), y). The tape records every operation that depends on the input. The options and the
         # tape then decide how the gradients of passes 2 and 3 are combined.
-        tape = Record(next(model.parameters()).device.type, module_paths)
+        tape = Record(next(iter(parameters.values())).device.type, module_paths, blocks)
         output, loss = forward(model, step.loss_fn, step.x, step.y, tape, options)
         tape.prune(to_loss=options.exact and step.third)
         plan = make_plan(tape, options, samples, step.third, step.weights)
@@ -189,11 +200,11 @@ def _three_passes(step: _Step, module_paths: bool) -> Result:
         if tape.problems:
             raise UnsupportedError(tape.problems)
         if step.warn:
-            warn_of_other_leaves(model, gradients.count_other_leaves(model))
-        grads, backprop_grads, third_grads = gradients.finish(model)
+            warn_of_other_leaves(model, gradients.count_other_leaves(parameters))
+        grads, backprop_grads, third_grads = gradients.finish(parameters)
 
     return Result(
-        output=tree_map(lambda z: z.detach() if isinstance(z, Tensor) else z, output),
+        output=map_leaves(lambda z: z.detach() if isinstance(z, Tensor) else z, output),
         loss=loss.detach(),
         input_loss=input_loss,
         input_grad=_input_grad(dx, plan, step, tape),
@@ -208,11 +219,11 @@ def forward(
 ) -> tuple[Any, Tensor]:
     """Pass 1: the model and the loss, once, as the user wrote them."""
     input_at = options.input_at
-    x, y = tree_map(_usable, (x, y))
+    x, y = map_leaves(_usable, x), map_leaves(_usable, y)
     with contextlib.ExitStack() as stack:
         if tape.module_paths:
             stack.enter_context(tracking_module_paths(model, tape))
-        if input_at is None and any(map(is_float, tree_leaves(x))):
+        if input_at is None and any(map(is_float, leaves_of(x))):
             x = map_inputs(x, options.wrt, tape.add_input)
         else:
             tape.has_internal_input = True
@@ -241,18 +252,23 @@ def backward(tape: Record, plan: Plan, loss: Tensor) -> tuple[list[Tensor], dict
     if plan.frees_activations:
         for op in tape.operations:
             op.free_activation()
+    return _errors(tape, plan, loss, torch.ones_like(loss) * plan.loss_error)
+
+
+def _errors(tape: Record, plan: Plan, u: Tensor, d: Tensor) -> tuple[list[Tensor], dict[Operation, Errors]]:
+    """The errors of the inputs and of operations, from the error d of the output u."""
     ops = [op for op in reversed(tape.operations) if op.weights or (plan.exact and op.needs_error)]
     leaves = [leaf for _, leaf, _ in tape.inputs]
     wanted: list[Any] = [*leaves, *(z for op in ops for z in (*op.error_edges, *(leaf for _, leaf in op.leaves)))]
     with tape.recomputing():
-        grads = iter(torch.autograd.grad(loss, wanted, torch.ones_like(loss) * plan.loss_error, allow_unused=True))
+        grads = iter(torch.autograd.grad(u, wanted, d, allow_unused=True))
     dx = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=False)]
     errors = {}
     for op in ops:
-        d = [op.error_at_output(next(grads)) for _ in op.error_edges]
-        errors[op] = Errors(d, [next(grads) for _ in op.leaves])
+        found = [op.error_at_output(next(grads)) for _ in op.error_edges]
+        errors[op] = Errors(found, [next(grads) for _ in op.leaves])
         for i, changed in op.hooked_errors.items() if not op.leaves else ():
-            d[i] = changed
+            found[i] = changed
     return dx, errors
 
 
@@ -270,20 +286,60 @@ def forward_again(
             gradients.add(source, g, None)
         if t is not None:
             signals.put(z, gradients.mix(source.detach(), t) if plan.case.carried is Operand.MIX else t)
+    return _propagate(tape, signals, errors, gradients)
+
+
+def _propagate(
+    tape: Record, signals: Signals, errors: dict[Operation, Errors], gradients: Gradients
+) -> list[Propagation]:
+    plan = gradients.plan
     steps = []
     for op in tape.consume():
         out = None
-        with tape.collecting_problems(op):
-            step = Propagation(op, errors.pop(op, None), [signals.get(z) for _, z in op.active])
-            out = step.forward(gradients)
-            if plan.exact:
-                steps.append(step)
+        try:
+            t = [signals.get(z) for _, z in op.active]
+            if isinstance(op, Block):
+                out = _through_block(op, errors.pop(op), t, tape, gradients)
+            else:
+                step = Propagation(op, errors.pop(op, None), t)
+                out = step.forward(gradients)
+                if plan.exact:
+                    steps.append(step)
+        except Exception as error:
+            tape.note(op, error)
         for z in op.last_reads:
             signals.put(z, None)
         if op.pushes and plan.case.carried is not None:
             for u, s in zip(op.outputs, out or [u.zeros() for u in op.outputs], strict=True):
                 signals.put(u, s)
     return steps
+
+
+def _through_block(
+    block: Block, errors: Errors, t: list[Tensor | None], tape: Record, gradients: Gradients
+) -> list[Tensor | None]:
+    """Pass 3 through a checkpointed block (`tape/checkpointed.py`): returns the tangent of its output."""
+    inner, (d,) = Record(tape.device), errors.d
+    if d is None:  # the loss does not depend on it
+        return [None]
+    values = list(block.values)
+    with torch.enable_grad():
+        for i, _ in block.active:
+            values[i] = inner.add_input(values[i])
+        args, kwargs = unflatten(values, block.spec)
+        with as_recorded(block.func, block.autocast, block.rng), intercepting_functions(), inner:
+            result = block.func(*args, **kwargs)
+        u = block.output_in(result, inner.operations, inner.meta_of)
+        output = inner.meta_of(u)
+        inner.prune(to_loss=False, outputs=[output] if block.pushes else [])
+        _, inside = _errors(inner, gradients.plan, u, d)
+    signals = inner.signals()
+    for (_, _, z), s in zip(inner.inputs, t, strict=True):
+        signals.put(z, s)
+    del result, u, values, args, kwargs
+    _propagate(inner, signals, inside, gradients)
+    tape.problems += inner.problems
+    return [signals.get(output)]
 
 
 def _start(

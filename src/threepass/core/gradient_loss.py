@@ -144,13 +144,13 @@ def run(
 
 
 def _passes(model, loss_fn, x, y, options: GradientOptions, warn: bool, seed, module_paths: bool) -> GradientResult:
-    check_model(model)
+    parameters = check_model(model)
     x = dict(x) if isinstance(x, Mapping) else x
     check_tensors(x, options.wrt)
     x = map_inputs(x, options.wrt, lambda z: z.detach() if z.is_leaf else z)  # many set requires_grad on it
     with autograd_enabled(), unchanged_on_error(model):
         # Pass 1: forward, to the value.
-        tape = Record(next(model.parameters()).device.type, module_paths)
+        tape = Record(next(iter(parameters.values())).device.type, module_paths)
         value_fn = options.value_fn or _summed
         output, value = forward(model, lambda out, _: value_fn(out), x, y, tape, options, _check_value)
         samplewise = options.value_fn is None and not options.separate and is_samplewise(tape, output)
@@ -173,17 +173,15 @@ def _passes(model, loss_fn, x, y, options: GradientOptions, warn: bool, seed, mo
         with torch.no_grad():
             steps = forward_again(tape, g, loss.t_0, errors, first)
             if options.separate:
-                backward_again(tape, list(steps), [], first)
-                for step in steps:
-                    step.free_signals()
+                _backward_from_zero(tape, steps, first)
             start = loss.starts(tape, last)
             if plan.exact:
                 backward_again(tape, steps, start, last)
         if tape.problems:
             raise UnsupportedError(tape.problems)
         if warn:
-            warn_of_other_leaves(model, max(loss.other_leaves, *(z.count_other_leaves(model) for z in gradients)))
-        terms = [_times(size, each.finish(model)[0]) for each in gradients]
+            warn_of_other_leaves(model, max(loss.other_leaves, *(z.count_other_leaves(parameters) for z in gradients)))
+        terms = [_times(size, each.finish(parameters)[0]) for each in gradients]
 
     return GradientResult(
         output=tree_map(lambda z: z.detach() if isinstance(z, Tensor) else z, output),
@@ -194,6 +192,13 @@ def _passes(model, loss_fn, x, y, options: GradientOptions, warn: bool, seed, mo
         through_output=_sum(terms[1], _times(0.0, terms[0])) if options.separate else None,
         through_input_grad=_sum(terms[0], _times(0.0, terms[1])) if options.separate else None,
     )
+
+
+def _backward_from_zero(tape: Record, steps: list[Any], gradients: Gradients) -> None:
+    """Pass 4 without the term through the output; the steps stay for another pass 4."""
+    backward_again(tape, list(steps), [], gradients)
+    for step in steps:
+        step.free_signals()
 
 
 @dataclass

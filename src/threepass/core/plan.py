@@ -7,6 +7,7 @@ can be propagated, or a backward pass that exact mode runs anyway can carry both
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -109,7 +110,7 @@ class Plan:
     tangent_scale: float
     sample_weights: Tensor | None = None
 
-    @property
+    @cached_property
     def case(self) -> Case:
         return self.terms.value
 

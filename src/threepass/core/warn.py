@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from ..errors import LeftOutWarning, NormalizationWarning, warn_caller
+from ..tape.checkpointed import Block
 from ..tape.operation import Operation
 
 _NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm", "SyncBatchNorm")
@@ -37,7 +38,8 @@ def warn_of_other_leaves(model: nn.Module, count: int) -> None:
 
 def curved_norms(operations: Iterable[Operation]) -> list[str]:
     """The names of the normalisations that depend on the statistics of their input."""
-    return sorted({op.name for op in operations if _is_curved_norm(op)})
+    each = (inside for op in operations for inside in (op.inside if isinstance(op, Block) else [op]))
+    return sorted({op.name for op in each if _is_curved_norm(op)})
 
 
 def warn_once(model: nn.Module, text: str, category: type[Warning]) -> None:

@@ -44,6 +44,11 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def as_dtype(z: Tensor, dtype: torch.dtype) -> Tensor:
+    """z.to(dtype), several times as fast where there is nothing to convert."""
+    return z if z.dtype == dtype else z.to(dtype)
+
+
 def kept(z: Tensor) -> Tensor:
     """A number in memory: a compiler that saw how it is made would make it once more for every element."""
     return z.clone()

@@ -22,7 +22,7 @@ _aten = torch.ops.aten
 @rule(torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, reads="u", flat=True)
 def relu(u: Tensor, a: Tensor) -> Linearization:
     def masked(s: Tensor) -> Tensor:
-        return _aten.threshold_backward(s, u, 0)
+        return _aten.threshold_backward.default(s, u, 0)
 
     return Linearization(push=masked, pull=masked, mix=lambda m, back: masked(m))
 
