@@ -354,9 +354,11 @@ def compile_by_inductor(
     rewrite: called on the decomposed graph, before Inductor's own passes of that stage. key: stands for it in
     Inductor's cache on disk. combine: small kernels that do not depend on each other become one.
     """
+    from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     class Rewrite(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
@@ -365,7 +367,10 @@ def compile_by_inductor(
         def uuid(self) -> str:
             return key
 
-    with config.patch(post_grad_custom_pre_pass=Rewrite(), combo_kernels=combine):
+    context = None  # of dynamic shapes: that of the inputs
+    if not any(isinstance(z, FakeTensor) for z in inputs):  # without a context Inductor does not use its cache
+        context = TracingContext(FakeTensorMode(shape_env=ShapeEnv(assume_static_by_default=True)))
+    with config.patch(post_grad_custom_pre_pass=Rewrite(), combo_kernels=combine), tracing(context):
         return compile_fx(graph, inputs)
 
 
