@@ -9,8 +9,8 @@ for each net. What is known is written to the net's file at once, and rows that 
 
 The seconds to compile are those of the first time, from an empty cache. A later time is kept apart ("again").
 
-The largest batch, and with it the memory of a step at the case's own batch, is that of eager steps, found by doubling and bisection with one step each: compiling a program for
-each batch that is tried would take hours.
+The largest batch is that of eager steps, found by doubling and bisection with one step each: compiling a program for
+each batch that is tried would take hours. With it comes the memory of an eager step at the case's own batch.
 """
 
 import copy
