@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--nets", default=",".join(NETS))
     parser.add_argument("--precisions", default=None, help="of tf32, bf16, float32")
+    parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--processes", type=int, default=1, help="so many nets at a time")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stops then, with what is done")
     parser.add_argument("--out", type=Path, required=True)
@@ -83,7 +84,8 @@ def in_processes(args: argparse.Namespace, known: list[dict]) -> list[dict]:
             part = args.out.with_name(f"{args.out.stem}-{net}.part")
             part.write_text(json.dumps({"rows": [row for row in known if row["net"] == net]}))
             command = [sys.executable, __file__, "--device", args.device, "--size", args.size, "--draws"]
-            command += [str(args.draws), "--nets", net, "--precisions", args.precisions, "--out", str(part)]
+            command += [str(args.draws), "--nets", net, "--precisions", args.precisions, "--modes", args.modes]
+            command += ["--out", str(part)]
             running[net] = (subprocess.Popen(command, env=os.environ), part)
         time.sleep(0.2)
         for net, (process, part) in list(running.items()):
@@ -100,7 +102,7 @@ def in_process(args: argparse.Namespace, rows: list[dict]) -> None:
     done = {(row["net"], row["precision"], row["mode"]) for row in rows}
     for net in args.nets.split(","):
         for precision in args.precisions.split(","):
-            for mode in MODES:
+            for mode in args.modes.split(","):
                 if (net, precision, mode) in done:
                     continue
                 rows.append(one(net, precision, mode, args))

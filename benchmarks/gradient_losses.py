@@ -5,22 +5,28 @@
 
 Nets: `gradient_nets.py`. Methods: `plain`, the step without the loss on g; `double`, eager double backward; `traced`,
 output and g traced by make_fx and compiled by Inductor, as NequIP does, with the outer backward pass by AOTAutograd;
-`func`, torch.func; `threepass` and `threepass-compiled`. First, every net's gradients are compared with double backward
-in float64 at a tiny size. Then the methods of a net take turns; memory is the most that a step allocated. The largest
-batch, on a GPU: where the peak at this batch and at half of it, continued as a line, meets the memory of the device.
+`func`, torch.func; `threepass` and `threepass-compiled`. On a GPU, `double-graph` and `traced-graph` are the same steps
+as CUDA graphs, which `threepass-compiled` is too.
 
-A net that is in the file already is left out, so that a run that was stopped goes on. --size tiny: a test of all paths.
+First, every net's gradients are compared with double backward in float64 at a tiny size. Memory is the most that a step
+allocated, without the CUDA graph, whose memory is a pool of its own. The largest batch, on a GPU: where the peak, in
+proportion to the batch but for the weights' gradients, meets the memory of the device.
+
+Each row is written as soon as it is measured, and rows that are in the file are left out, so that a run that was
+stopped, or that --minutes ended, goes on. --prepare compiles without timing, so that a later run finds its programs in
+the caches (TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR). --size tiny: a test of all paths.
 """
 
 import argparse
 import contextlib
 import copy
+import gc
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from gradient_nets import NETS, SIZES, Problem, make
@@ -31,16 +37,24 @@ import threepass
 from threepass._torch_compat import make_fx
 from threepass.bench.case import machine
 from threepass.bench.measure import peak_bytes, summary, take_turns
+from threepass.compile.cuda_graph import CudaGraph
 
-Step = Callable[[], Any]
+Run = Callable[[], Any]
 
 
-def plain(problem: Problem) -> Step:
+class Step(NamedTuple):
+    """A step ready to run, and, where that replays a CUDA graph, the same without it."""
+
+    run: Run
+    bare: Run
+
+
+def plain(problem: Problem) -> Run:
     weights = list(problem.model.parameters())
     return lambda: torch.autograd.grad(problem.plain(problem.model(**problem.x), problem.y), weights)
 
 
-def double(problem: Problem) -> Step:
+def double(problem: Problem) -> Run:
     weights = [p for p in problem.model.parameters() if p.requires_grad]
 
     def step() -> Any:
@@ -52,7 +66,7 @@ def double(problem: Problem) -> Step:
     return step
 
 
-def traced(problem: Problem) -> Step:
+def traced(problem: Problem) -> Run:
     """Output and g as one graph of ATen operations, which torch.compile differentiates and compiles."""
     model, names = problem.model, [n for n, _ in problem.model.named_parameters()]
     buffers = dict(model.named_buffers())
@@ -79,7 +93,7 @@ def traced(problem: Problem) -> Step:
     return step
 
 
-def func(problem: Problem) -> Step:
+def func(problem: Problem) -> Run:
     model, weights = problem.model, dict(problem.model.named_parameters())
 
     def loss_of(weights: dict[str, Tensor]) -> Tensor:
@@ -94,11 +108,12 @@ def func(problem: Problem) -> Step:
 
 
 def ours(problem: Problem, compile: bool = False) -> Step:
-    how: Any = {"compile": "require" if compile else False}
+    how: Any = {"compile": "require" if compile else False, "wrt": problem.wrt}
+    step: threepass.GradientStep | threepass.ThreePass
     if problem.penalty is None:
-        step = threepass.GradientStep(problem.model, problem.loss, wrt=problem.wrt, **how)
+        step = threepass.GradientStep(problem.model, problem.loss, **how)
     else:
-        how |= {"penalty": problem.penalty, "mode": "exact", "strength": 1.0, "wrt": problem.wrt}
+        how |= {"penalty": problem.penalty, "mode": "exact", "strength": 1.0}
         step = threepass.ThreePass(problem.model, problem.inner, **how)
     weights = list(problem.model.named_parameters())
 
@@ -108,13 +123,30 @@ def ours(problem: Problem, compile: bool = False) -> Step:
         grads = step(problem.x, problem.y).grads
         return tuple(grads.get(n) for n, _ in weights)
 
-    return run
+    run()
+    if not compile or not next(iter(problem.x.values())).is_cuda:
+        return Step(run, run)
+    assert step.compiled is not None
+    (program,) = step.compiled.programs
+    return Step(run, lambda: program.captured.ungraphed(*program.captured.inputs))
 
 
 METHODS: dict[str, Callable[[Problem], Step]] = {
-    "plain": plain, "double": double, "traced": traced, "func": func, "threepass": ours,
+    "plain": lambda problem: Step(*2 * [plain(problem)]),
+    "double": lambda problem: Step(*2 * [double(problem)]),
+    "double-graph": lambda problem: graphed(double(problem)),
+    "traced": lambda problem: Step(*2 * [traced(problem)]),
+    "traced-graph": lambda problem: graphed(traced(problem)),
+    "func": lambda problem: Step(*2 * [func(problem)]),
+    "threepass": ours,
     "threepass-compiled": lambda problem: ours(problem, compile=True),
-}  # fmt: skip
+}
+COMPILED = ("traced", "threepass-compiled")  # what --prepare runs
+
+
+def graphed(bare: Run) -> Step:
+    bare()
+    return Step(CudaGraph(bare).replay, bare)
 
 
 def difference(grads: Any, reference: Any) -> float:
@@ -128,10 +160,10 @@ def difference(grads: Any, reference: Any) -> float:
 
 def exactness(name: str) -> float:
     """How far our gradients are from double backward's, in float64 on the CPU."""
-    problem = make(name, *SIZES["tiny"][name], dtype=torch.float64)
+    problem = make(name, "tiny", dtype=torch.float64)
     other = copy.deepcopy(problem)
     with doubles_by_default():
-        return difference(ours(problem)(), double(other)())
+        return difference(ours(problem).run(), double(other)())
 
 
 @contextlib.contextmanager
@@ -145,50 +177,83 @@ def doubles_by_default() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def measure(name: str, size: int, width: int, device: str, rounds: int, methods: list[str]) -> dict[str, Any]:
-    """By method: seconds, peak bytes, the first call's seconds, distance from double backward; or why it fails."""
-    problem, steps, rows = make(name, size, width, device), {}, {}
-    reference = double(copy.deepcopy(problem))()
+def measure(name: str, method: str, size: str, device: str, rounds: int) -> dict[str, Any]:
+    """Seconds, peak bytes, the first calls' seconds and the distance from double backward; or why the method fails."""
+    problem, cuda = make(name, size, device), device == "cuda"
+    reference = None if method == "plain" else double(copy.deepcopy(problem))()
+    began = time.perf_counter()
+    try:
+        step = METHODS[method](problem)
+        grads = step.run()
+        first = time.perf_counter() - began
+        row = {"first_seconds": first, "difference": None if reference is None else difference(grads, reference)}
+        row |= summary(take_turns({method: step.run}, rounds, cuda)[method])
+        row["peak_bytes"] = peak_bytes(step.bare, cuda)
+    except Exception as error:  # whatever a method does not support, the others still count
+        return {"fails": f"{type(error).__name__}: {str(error).strip()[:300]}"}
+    if cuda:
+        row["largest_batch"] = largest_batch(problem, SIZES[size][name][0], row["peak_bytes"])
+    return row
+
+
+def largest_batch(problem: Problem, samples: int, peak: int) -> int:
+    weights = sum(p.nbytes for p in problem.model.parameters())
+    memory = torch.cuda.get_device_properties(0).total_memory - 2 * weights  # the weights, and their gradients
+    batch = sum(z.nbytes for z in (*problem.x.values(), *problem.y.values()))
+    return int(samples * memory / (peak - weights + batch))
+
+
+def prepare(name: str, methods: Iterable[str], size: str, device: str) -> None:
     for method in methods:
         began = time.perf_counter()
         try:
-            step = METHODS[method](copy.deepcopy(problem))
-            apart = None if method == "plain" else difference(step(), reference)
-            step()
-        except Exception as error:  # whatever a method does not support, the others still count
-            rows[method] = {"fails": f"{type(error).__name__}: {str(error).strip()[:300]}"}
+            METHODS[method](make(name, size, device)).run()
+        except Exception as error:
+            print(f"{name}, {method}: {type(error).__name__}: {str(error).strip()[:300]}", flush=True)
             continue
-        steps[method] = step
-        rows[method] = {"first_seconds": time.perf_counter() - began, "difference": apart}
-    seconds = take_turns(steps, rounds, device == "cuda")
-    for method, step in steps.items():
-        rows[method] |= summary(seconds[method]) | {"peak_bytes": peak_bytes(step, device == "cuda")}
-    return rows
+        print(f"{name}, {method}: {time.perf_counter() - began:.0f} s", flush=True)
 
 
-def largest_batch(name: str, size: int, width: int, rows: dict[str, Any]) -> None:
-    """Adds to each row the batch whose peak, on the line through this batch and half of it, is the device's memory."""
-    memory = torch.cuda.get_device_properties(0).total_memory
-    problem = make(name, size // 2, width, "cuda")
-    for method, row in rows.items():
-        if "fails" in row:
-            continue
-        step = METHODS[method](copy.deepcopy(problem))
-        step()
-        slope = (row["peak_bytes"] - peak_bytes(step, True)) / (size - size // 2)
-        row["largest_batch"] = int(size + (memory - row["peak_bytes"]) / slope) if slope > 0 else None
+def show(name: str, method: str, row: dict[str, Any], base: dict[str, Any]) -> None:
+    if "fails" in row:
+        print(f"{name:<14} {method:<19} fails: {row['fails'].splitlines()[0][:100]}", flush=True)
+        return
+    ratio = f"{row['median'] / base['median']:5.2f}x" if "median" in base else ""
+    batch = f"  largest batch {row['largest_batch']}" if "largest_batch" in row else ""
+    print(
+        f"{name:<14} {method:<19} {1e3 * row['median']:9.2f} ms {ratio:<6} {row['peak_bytes'] / 2**20:9.1f} MiB{batch}",
+        flush=True,
+    )
 
 
-def show(name: str, entry: dict[str, Any]) -> None:
-    print(f"{name}: {entry['samples']} samples, float64 difference {entry['float64_difference']:.1e}")
-    base = entry["methods"].get("plain", {}).get("median")
-    for method, row in entry["methods"].items():
-        if "fails" in row:
-            print(f"  {method:<20} fails: {row['fails'].splitlines()[0][:90]}")
-            continue
-        ratio = f"{row['median'] / base:5.2f}x" if base else ""
-        batch = f"  largest batch {row['largest_batch']}" if "largest_batch" in row else ""
-        print(f"  {method:<20} {1e3 * row['median']:9.2f} ms {ratio} {row['peak_bytes'] / 2**20:9.1f} MiB{batch}")
+def set_precision(name: str) -> None:
+    """Products and convolutions in TF32, or not, as the net is trained; kernels of convolutions chosen by timing."""
+    with_tf32 = make(name, "tiny").tf32
+    torch.set_float32_matmul_precision("high" if with_tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = with_tf32
+    torch.backends.cudnn.benchmark = True
+
+
+def run_net(name: str, given: argparse.Namespace, found: dict[str, Any], deadline: float) -> None:
+    """The rows of a net that are not in the file yet."""
+    size = given.size or given.device
+    methods = [m for m in given.methods if given.device == "cuda" or not m.endswith("-graph")]
+    if given.prepare:
+        prepare(name, [m for m in methods if m in COMPILED], size, given.device)
+        return
+    entry = found["nets"].setdefault(
+        name, {"size": SIZES[size][name], "tf32": torch.backends.cudnn.allow_tf32, "methods": {}}
+    )
+    rows = entry["methods"]
+    for method in [m for m in methods if m not in rows]:
+        if time.perf_counter() > deadline:
+            return
+        if "float64_difference" not in entry:
+            entry["float64_difference"] = exactness(name)
+        rows[method] = measure(name, method, size, given.device, given.rounds)
+        gc.collect()
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
+        show(name, method, rows[method], rows.get("plain", {}))
 
 
 def main() -> None:
@@ -198,24 +263,20 @@ def main() -> None:
     parser.add_argument("--nets", nargs="+", choices=tuple(NETS), default=list(NETS))
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS))
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no row after so many")
+    parser.add_argument("--prepare", action="store_true", help="compile, and time nothing")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
+    deadline = time.perf_counter() + 60 * given.minutes
     found = json.loads(given.out.read_text()) if given.out.exists() else {"nets": {}}
     found |= {"machine": machine(given.device), "threads": torch.get_num_threads()}
-    for name in [n for n in given.nets if n not in found["nets"]]:
-        size, width = SIZES[given.size or given.device][name]
+    for name in given.nets:
         try:
-            entry: dict[str, Any] = {"samples": size, "width": width, "float64_difference": exactness(name)}
+            set_precision(name)
+            run_net(name, given, found, deadline)
         except ModuleNotFoundError as error:
-            print(f"{name}: left out, {error.name} is not installed")
-            continue
-        entry["methods"] = measure(name, size, width, given.device, given.rounds, given.methods)
-        if given.device == "cuda":
-            largest_batch(name, size, width, entry["methods"])
-        show(name, entry)
-        found["nets"][name] = entry
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+            print(f"{name}: left out, {error.name} is not installed", flush=True)
 
 
 if __name__ == "__main__":

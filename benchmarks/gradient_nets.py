@@ -1,8 +1,9 @@
 """The nets of `gradient_losses.py`, each with a batch and a loss on its input gradient.
 
 `schnet` and `painn` are SchNetPack's, `schnet-pyg` is PyTorch Geometric's, unchanged: `pip install --no-deps
-schnetpack==2.1.1 ase torch_geometric` is enough for them. SchNetPack's modules are imported without its `__init__`,
-which imports its data loaders, and these do not import with every torch.
+schnetpack==2.1.1 ase` and `pip install --no-deps torch_geometric tqdm xxhash psutil`, beside numpy and scipy, are
+enough for them. SchNetPack's modules are imported without its `__init__`, which imports its data loaders, and these do
+not import with every torch.
 """
 
 import importlib
@@ -11,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +28,8 @@ class Problem:
 
     model: takes x, a dict of tensors, by keyword. inner: (output, y) -> the scalar that is differentiated at x[wrt].
     loss: (output, g, y) -> the training loss. plain: (output, y) -> its part without g. penalty: the name of
-    `ThreePass`'s penalty where the loss is one, with strength 1 (else `GradientStep` runs).
+    `ThreePass`'s penalty where the loss is one, with strength 1 (else `GradientStep` runs). tf32: whether products and
+    convolutions use TF32 on a GPU, as nets on images are trained, or float32, as force fields and distances are.
     """
 
     model: nn.Module
@@ -37,6 +40,7 @@ class Problem:
     plain: Callable[[Any, dict[str, Tensor]], Tensor]
     inner: Callable[[Any, dict[str, Tensor]], Tensor] = field(default=lambda output, y: output.sum())
     penalty: str | None = None
+    tf32: bool = False
 
     def to(self, device: str, dtype: torch.dtype) -> "Problem":
         def moved(z: Tensor) -> Tensor:
@@ -103,12 +107,12 @@ def _force_field(model: Callable[[int], nn.Module], count: int) -> Problem:
     return Problem(model(count), x, "positions", y, force_loss, energy_loss)
 
 
-def schnet(size: int, width: int) -> Problem:
-    return _force_field(lambda count: SchNetPack("SchNet", width, 3, count), size)
+def schnet(size: int, width: int, depth: int) -> Problem:
+    return _force_field(lambda count: SchNetPack("SchNet", width, depth, count), size)
 
 
-def painn(size: int, width: int) -> Problem:
-    return _force_field(lambda count: SchNetPack("PaiNN", width, 3, count), size)
+def painn(size: int, width: int, depth: int) -> Problem:
+    return _force_field(lambda count: SchNetPack("PaiNN", width, depth, count), size)
 
 
 class _Edges(nn.Module):
@@ -120,20 +124,27 @@ class _Edges(nn.Module):
 
 
 class PyGSchNet(nn.Module):
-    def __init__(self, width: int):
+    def __init__(self, width: int, layers: int, molecules: int):
         super().__init__()
+        from torch_geometric.nn.aggr import SumAggregation
         from torch_geometric.nn.models import SchNet
 
+        class Sum(SumAggregation):
+            """Into a known number of molecules; by default it is read from the GPU in every step."""
+
+            def __call__(self, x: Tensor, index: Tensor, dim: int) -> Tensor:
+                return super().__call__(x, index, dim_size=molecules, dim=dim)
+
         self.graph = _Edges()
-        self.net = SchNet(width, width, 3, 20, 5.0, interaction_graph=self.graph)
+        self.net = SchNet(width, width, layers, 50, 5.0, interaction_graph=self.graph, readout=Sum())
 
     def forward(self, positions: Tensor, numbers: Tensor, molecule: Tensor, i: Tensor, j: Tensor) -> Tensor:
         self.graph.edges = torch.stack([i, j])
         return self.net(numbers, positions, molecule).squeeze(1)
 
 
-def schnet_pyg(size: int, width: int) -> Problem:
-    return _force_field(lambda _: PyGSchNet(width), size)
+def schnet_pyg(size: int, width: int, depth: int) -> Problem:
+    return _force_field(lambda count: PyGSchNet(width, depth, count), size)
 
 
 class _Residual(nn.Module):
@@ -152,15 +163,15 @@ class _Residual(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """R3GAN-style, 32 x 32 pixels to 4 x 4."""
+    """R3GAN-style: `stages` of two blocks that halve the resolution down to 4 x 4 and double the width, to 512."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, stages: int):
         super().__init__()
+        widths = [min(width * 2**k, 512) for k in range(stages + 1)]
         layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
-        for k in range(3):
-            n = width * 2**k
-            layers += [_Residual(n, n // 16), _Residual(n, n // 16), nn.AvgPool2d(2), nn.Conv2d(n, 2 * n, 1)]
-        self.body, self.head = nn.Sequential(*layers), nn.Linear(8 * width * 16, 1)
+        for n, wider in pairwise(widths):
+            layers += [_Residual(n, n // 16), _Residual(n, n // 16), nn.AvgPool2d(2), nn.Conv2d(n, wider, 1)]
+        self.body, self.head = nn.Sequential(*layers), nn.Linear(widths[-1] * 16, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x).flatten(1))
@@ -170,15 +181,16 @@ def r1_loss(output: Tensor, g: Tensor, y: dict[str, Tensor]) -> Tensor:
     return F.softplus(-output).mean() + 0.5 * g.flatten(1).square().sum(1).mean()
 
 
-def discriminator(size: int, width: int) -> Problem:
-    x = {"x": torch.randn(size, 3, 32, 32)}
-    return Problem(Discriminator(width), x, "x", {}, r1_loss, lambda output, y: F.softplus(-output).mean())
+def discriminator(size: int, width: int, depth: int) -> Problem:
+    x = {"x": torch.randn(size, 3, 4 * 2**depth, 4 * 2**depth)}
+    model = Discriminator(width, depth)
+    return Problem(model, x, "x", {}, r1_loss, lambda output, y: F.softplus(-output).mean(), tf32=True)
 
 
 class Siren(nn.Module):
-    def __init__(self, width: int, frequency: float = 30.0):
+    def __init__(self, width: int, depth: int, frequency: float = 30.0):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width if k else 3, width) for k in range(5))
+        self.layers = nn.ModuleList(nn.Linear(width if k else 3, width) for k in range(depth))
         self.head, self.frequency = nn.Linear(width, 1), frequency
         for k, layer in enumerate(self.layers):
             bound = math.sqrt(6 / width) / frequency if k else 1 / 3
@@ -194,9 +206,9 @@ def eikonal_loss(output: Tensor, g: Tensor, y: dict[str, Tensor]) -> Tensor:
     return output.abs().mean() + 0.1 * (g.norm(dim=1) - 1).square().mean()
 
 
-def siren(size: int, width: int) -> Problem:
+def siren(size: int, width: int, depth: int) -> Problem:
     x = {"x": 2 * torch.rand(size, 3) - 1}
-    return Problem(Siren(width), x, "x", {}, eikonal_loss, lambda output, y: output.abs().mean())
+    return Problem(Siren(width, depth), x, "x", {}, eikonal_loss, lambda output, y: output.abs().mean())
 
 
 class _Images(nn.Module):
@@ -218,23 +230,24 @@ def resnet(size: int, width: int) -> Problem:
         return inner(output, y) + g.abs().sum()  # of size samples, each 1/size of g's sum times size
 
     x, y = {"x": torch.randn(size, 3, 32, 32)}, {"label": torch.randint(10, (size,))}
-    return Problem(_Images(resnet18(width=width, activation="gelu")), x, "x", y, loss, inner, inner, penalty="l1")
+    model = _Images(resnet18(width=width, activation="gelu"))
+    return Problem(model, x, "x", y, loss, inner, inner, penalty="l1", tf32=True)
 
 
-NETS: dict[str, Callable[[int, int], Problem]] = {
+NETS: dict[str, Callable[..., Problem]] = {
     "schnet": schnet, "painn": painn, "schnet-pyg": schnet_pyg, "discriminator": discriminator, "siren": siren,
     "resnet18": resnet,
 }  # fmt: skip
-SIZES = {  # (samples, width) by --size
-    "tiny": {"schnet": (2, 16), "painn": (2, 16), "schnet-pyg": (2, 16), "discriminator": (2, 16), "siren": (16, 32),
-             "resnet18": (2, 16)},
-    "cpu": {"schnet": (10, 128), "painn": (10, 128), "schnet-pyg": (10, 128), "discriminator": (8, 32),
-            "siren": (2000, 256), "resnet18": (8, 64)},
-    "cuda": {"schnet": (100, 128), "painn": (100, 128), "schnet-pyg": (100, 128), "discriminator": (128, 64),
-             "siren": (100_000, 256), "resnet18": (256, 64)},
+SIZES: dict[str, dict[str, tuple[int, ...]]] = {  # samples, width, and depth in blocks, stages or layers
+    "tiny": {"schnet": (2, 16, 2), "painn": (2, 16, 2), "schnet-pyg": (2, 16, 2), "discriminator": (2, 16, 1),
+             "siren": (16, 32, 3), "resnet18": (2, 16)},
+    "cpu": {"schnet": (10, 128, 6), "painn": (10, 128, 3), "schnet-pyg": (10, 128, 6), "discriminator": (8, 32, 3),
+            "siren": (2000, 256, 5), "resnet18": (8, 64)},
+    "cuda": {"schnet": (64, 128, 6), "painn": (64, 128, 3), "schnet-pyg": (64, 128, 6), "discriminator": (64, 64, 4),
+             "siren": (2**16, 256, 5), "resnet18": (256, 64)},
 }  # fmt: skip
 
 
-def make(name: str, size: int, width: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Problem:
+def make(name: str, size: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Problem:
     torch.manual_seed(0)
-    return NETS[name](size, width).to(device, dtype)
+    return NETS[name](*SIZES[size][name]).to(device, dtype)

@@ -44,6 +44,14 @@ def test_the_program_alone_shows_its_help_and_version(capsys):
     assert capsys.readouterr().out.strip() == metadata.version("threepass") == threepass.__version__
 
 
+def test_a_source_tree_that_is_not_installed_has_a_version(monkeypatch):
+    def unknown(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", unknown)
+    assert threepass.__version__ == "0+source"
+
+
 @pytest.mark.parametrize(
     ("flags", "settings"),
     [

@@ -126,7 +126,7 @@ def test_attention_whose_heads_have_two_widths_on_a_gpu(dtype, size, present):
     if not torch.cuda.is_available():
         pytest.skip("no accelerator here")
     from threepass.kernels.attention import attention_bend, attention_tangent
-    from threepass.rules.attention import Scores, curved, tangent
+    from threepass.rules.attention import Heads, Scores, curved, tangent
 
     torch.manual_seed(0)
     queries, keys, n, w = size
@@ -136,8 +136,9 @@ def test_attention_whose_heads_have_two_widths_on_a_gpu(dtype, size, present):
              for z, (rows, width) in shapes.items())  # fmt: skip
     given, how, scores = [q, k, v, *t, d, r], (0.2, False, "tf32x3", True), Scores(0.2)
     wide = [None if z is None else z.double() for z in given]
+    at, t = Heads(*wide[:3]), Heads(*wide[3:6])
     got = [attention_tangent(*given[:6], *how), *attention_bend(*given, *how)]
-    for g, e in zip(got, [tangent(*wide[:6], scores), *curved(*wide, scores)], strict=True):
+    for g, e in zip(got, [tangent(at, t, scores), *curved(at, t, *wide[6:], scores)], strict=True):
         assert (g - e).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * e.norm()
 
 

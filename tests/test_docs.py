@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
+from test_torchrun import free_port
 
 import threepass
 from threepass.bench.tables import fill
@@ -18,18 +20,42 @@ from threepass.train.recipes import RECIPES
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BENCH = ROOT / "results" / "bench"
+OF_LIBRARIES = [  # of Lightning and transformers, which a page uses
+    f"ignore::{kind}:{module}" for kind in ("DeprecationWarning", "UserWarning", "FutureWarning")
+    for module in ("lightning", "torch", "transformers")
+]  # fmt: skip
 
 
 def blocks(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
 
 
-@pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
+@pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning", *OF_LIBRARIES)
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_python_blocks_run(page):
+def test_python_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     namespace: dict = {"__name__": "page"}
     for block in blocks(page):
         exec(compile(block, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("name", ["ddp.py", "fsdp.py"])
+def test_scripts_for_several_ranks_run(name, tmp_path):
+    page = (ROOT / "docs" / "loops.md").read_text()
+    (script,) = re.findall(rf'```python title="{name}"\n(.*?)```', page, re.S)
+    (tmp_path / name).write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--master-port", free_port(), name],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "checkpoint").exists() == (name == "fsdp.py")
 
 
 def test_files_that_pages_name_exist():
@@ -112,6 +138,11 @@ def test_captures_are_those_of_the_result_file():
     assert f"{len(checks)} checks, none refused" in page
     assert f"the largest error was {max(check['worst'] for check in checks):.2f} of the allowed one" in page
     assert f"took {min(seconds):.1f} to {max(seconds):.0f} s" in page
+    cpu = json.loads((BENCH / "cpu-captures.json").read_text())
+    worst = max(check["worst"] for row in cpu["rows"] for check in row["checks"])
+    assert not cpu["refused"]
+    assert not cpu["failed"]
+    assert f"{cpu['captures']} checks, none refused, the largest error {worst:.2f} of the allowed one" in page
 
 
 def test_demo_figures_are_those_of_the_result_files():

@@ -3,15 +3,12 @@
 import ast
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
+from modules import MODULES, SOURCE
 
-import threepass
-
-SOURCE = Path(threepass.__file__).parent
 LAYERS = [  # the lowest first
-    {"errors", "_torch_compat"},
+    {"errors", "_torch_compat", "_version"},
     {"numerics"},
     {"kernels"},
     {"rules"},
@@ -27,15 +24,6 @@ LAYERS = [  # the lowest first
     {"__main__", ""},  # the package itself: its public names
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-
-
-def name_of(path: Path) -> str:
-    """The module in a file, without the package's own name."""
-    parts = path.relative_to(SOURCE).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {name_of(path): path for path in sorted(SOURCE.rglob("*.py"))}
 
 
 def imports(module: str, tree: ast.AST) -> Iterator[str]:

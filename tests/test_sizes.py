@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from test_layers import MODULES
+from modules import MODULES
 
 LINES, PARAMETERS = 50, 6
 LONG = {"cli.reproduce", "study.compare.compare", "train.loop.fit"}  # with the options that users may give, described
@@ -16,10 +16,6 @@ WIDE = {  # besides rules, which have the signature of their function, and opera
     "kernels.layer_norm._empty",
     "kernels.layer_norm._plain",
     "kernels.layer_norm._plain_bend",
-    "rules.attention._fused_bend",
-    "rules.attention._fused_tangent",
-    "rules.attention.curved",
-    "rules.attention.tangent",
     "rules.norm._tap",
     "rules.norm.forward",
 }

@@ -12,6 +12,7 @@ share of the cells: --share 2/6. Page: docs/fine-tuning.md.
 """
 
 import argparse
+import copy
 import json
 import math
 import time
@@ -20,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from methods import VALUES, make_step
+from methods import VALUES, Step, make_step
 from tasks import TASKS, Classifier, Example, Task, Words, accuracies, accuracy, load, model_folder
 
 import threepass
@@ -90,6 +91,7 @@ class Study:
         self.tasks: dict[str, Task] = {name: load(name, args.data) for name in TASKS}
         self.words = {name: Words(self.folder, length, args.device) for name, length in TASKS.items()}
         self.end = time.monotonic() + 60 * args.minutes
+        self.made: dict[tuple[str, str, float], tuple[Classifier, Step]] = {}
 
     def run(self) -> None:
         index, of = map(int, self.args.share.split("/"))
@@ -112,12 +114,22 @@ class Study:
             print(f"{cell.task} {cell.size} {cell.title} {setting.rate:g} {setting.value:g}: {told}", flush=True)
         return record
 
-    def train(self, setting: Setting) -> dict:
+    def prepared(self, setting: Setting) -> tuple[Classifier, Step]:
+        """The pretrained encoder with a new head, and its step, which is compiled once for many runs."""
         cell, device = setting.cell, self.args.device
-        task, words = self.tasks[cell.task], self.words[cell.task]
         torch.manual_seed(setting.seed)
-        model = Classifier(self.folder, task.classes).to(device).train()
-        step = make_step(cell.method, model, setting.value, device != "cpu")
+        fresh, known = Classifier(self.folder, self.tasks[cell.task].classes), (cell.task, cell.method, setting.value)
+        if known not in self.made:
+            model = copy.deepcopy(fresh).to(device)
+            self.made[known] = model, make_step(cell.method, model, setting.value, device != "cpu")
+        model, step = self.made[known]
+        model.load_state_dict(fresh.state_dict())
+        return model.train(), step
+
+    def train(self, setting: Setting) -> dict:
+        cell = setting.cell
+        task, words = self.tasks[cell.task], self.words[cell.task]
+        model, step = self.prepared(setting)
         optimizer = torch.optim.AdamW(model.parameters(), setting.rate, weight_decay=WEIGHT_DECAY)
         steps = max(2, round(cell.longer * SIZES[cell.size] * self.args.scale))
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: share_of_rate(i, steps))

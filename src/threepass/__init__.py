@@ -1,10 +1,10 @@
 """Three-pass learning for PyTorch: train on the loss and on its gradient at the input, at 4/3 of the arithmetic."""
 
 import warnings
-from importlib import metadata
 from typing import Any
 
 from . import models, reference
+from ._version import code_version
 from .core.engine import Result, three_pass
 from .core.gradient_loss import GradientResult, gradient_step
 from .errors import (
@@ -62,5 +62,5 @@ def __getattr__(name: str) -> Any:
         warnings.warn("threepass.Map is now threepass.Linearization", DeprecationWarning, stacklevel=2)
         return Linearization
     if name == "__version__":
-        return metadata.version("threepass")
+        return code_version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -372,11 +372,9 @@ def bench(
         table: measure nothing; print the tables of the results in this folder.
         into: pages to put these tables into, and the short ones of time and memory, between their marks.
     """
-    from .bench import page, tables
-    from .bench.case import Case, run
+    from .bench import tables
+    from .bench.case import run
     from .bench.large import large
-    from .bench.scaling import scaling as sweep
-    from .bench.suite import suite as run_suite
 
     if table is not None:
         print(tables.markdown(table))
@@ -387,21 +385,27 @@ def bench(
     if suite == "large":
         folder = out or Path("results/bench/large")
         large(_words(nets), folder, case.checkpointing, prepare, minutes, case.device)
-        return
-    if suite is not None or scaling:
-        folder = out or Path("results/bench")
-        if suite is not None:
-            run_suite(suite, folder)
-        if scaling:
-            kept = ("precision", "eager", "best", "rounds", "device", "threads")
-            sweep(_words(scaling), Case(**{name: getattr(case, name) for name in kept}), folder)
-        print(f"page: {page.write(folder)}")
-        return
-    found = run(case)
-    print(tables.text(found))
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    elif suite is not None or scaling:
+        _measure_many(suite, _words(scaling), case, out or Path("results/bench"))
+    else:
+        found = run(case)
+        print(tables.text(found))
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _measure_many(suite: str | None, scaling: Sequence[str], case: "Case", folder: Path) -> None:
+    from .bench import page
+    from .bench.scaling import scaling as sweep
+    from .bench.suite import suite as run_suite
+
+    if suite is not None:
+        run_suite(suite, folder)
+    if scaling:
+        kept = ("precision", "eager", "best", "rounds", "device", "threads")
+        sweep(scaling, type(case)(**{name: getattr(case, name) for name in kept}), folder)
+    print(f"page: {page.write(folder)}")
 
 
 def reproduce(

@@ -110,7 +110,7 @@ class _Step:
         grads = scaled(list(r.grads.values()), self.scaler)
         if mean != 1:
             grads = times(grads, grads[0].new_full((), mean))
-        elif self.compiled is not None:  # the next call overwrites them
+        elif self.compiled is not None and grads[0].is_cuda:  # the next replay of a CUDA graph overwrites them
             grads = [g.clone() for g in grads]
         return Carried(r.loss, [named[name] for name in r.grads], grads, self.calls)
 
@@ -351,7 +351,10 @@ def add_to_grad(model: nn.Module, r: AnyResult, scaler: GradScaler | None = None
     parameters = [named[name] for name in r.grads]
     grads = rounded(scaled(list(r.grads.values()), scaler), [p.dtype for p in parameters], calls)
     with torch.inference_mode(False), torch.enable_grad():
-        torch.autograd.backward(parameters, grads)
+        if any(p.grad is None for p in parameters):
+            Carried(r.loss, parameters, grads, calls).loss().backward()  # copies them in one launch
+        else:
+            torch.autograd.backward(parameters, grads)
 
 
 def _prefixed(grads: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from close import assert_close
-from test_precision import BATCH, WIDTH, loss_of_scale, net
+from narrow import BATCH, WIDTH, loss_of_scale, net
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -83,9 +83,28 @@ def test_the_graph_computes_what_the_step_does(name, mode):
     same(program(*moved), step(*moved), 1e-12)
 
 
+# Up to torch 2.12, Inductor takes the sums of float64 attention on a CPU for float32.
+OLD_ATTENTION = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+
+
+@pytest.mark.skipif(not OLD_ATTENTION, reason="attention in float64 is compiled since torch 2.13")
+def test_attention_that_does_not_compile_runs_eagerly():
+    model, x, y = problem("vit")
+    step = threepass.ThreePass(model, F.cross_entropy, alpha=0.3, compile=True)
+    with pytest.warns(threepass.UncompiledWarning, match="expected scalar type Double"):
+        step(x, y)
+    expected = threepass.three_pass(copy.deepcopy(model), F.cross_entropy, x, y, alpha=0.3)
+    same([p.grad for p in model.parameters()], list(expected.grads.values()), 1e-10)
+
+
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [("mlp", "exact"), ("plain", "paper"), pytest.param("resnet", "exact", marks=pytest.mark.slow), ("vit", "paper")],
+    [
+        ("mlp", "exact"),
+        ("plain", "paper"),
+        pytest.param("resnet", "exact", marks=pytest.mark.slow),
+        pytest.param("vit", "paper", marks=pytest.mark.skipif(OLD_ATTENTION, reason="see OLD_ATTENTION")),
+    ],
 )
 def test_compiled_is_eager_to_ten_digits(name, mode):
     model, x, y = problem(name)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from close import assert_close
 from families import SchNet
-from test_programs import Watched
 from torch import Tensor, nn
 from torch.nn import functional as F
+from watched import Watched
 
 import threepass
 from threepass._torch_compat import FakeTensor

@@ -124,3 +124,21 @@ def test_nothing_but_copies_at_the_end_writes(name):
     assert nodes[-1 - len(writes) : -1] == writes
     unchanged = 1 if name == "averages" else 0  # an instance norm does not count its batches
     assert len(writes) == len(list(model.buffers())) - unchanged
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+def test_group_norms_under_autocast_have_the_formats_that_they_compute_in(mode):
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 5)
+    )
+    x, y, options = torch.randn(2, 3, 8, 8), torch.tensor([1, 3]), Options(strength=0.1, mode=mode)
+
+    def step(x, y):
+        with torch.autocast("cpu", torch.bfloat16):
+            return list(run(net, F.cross_entropy, x, y, options, warn=False).grads.values())
+
+    program, expected = trace(step, [x, y]), step(x, y)
+    for got, e in zip(program.graph(*program.state, x, y), expected, strict=True):
+        assert got.dtype == e.dtype
+        torch.testing.assert_close(got, e, rtol=2e-2, atol=1e-3)

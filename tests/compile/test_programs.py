@@ -10,11 +10,11 @@ import torch
 from close import assert_close
 from torch import nn
 from torch.nn import functional as F
+from watched import Watched
 
 import threepass
 from threepass.compile import capture, inductor
 from threepass.compile.programs import Programs
-from threepass.compile.signature import State
 from threepass.errors import CaptureError
 from threepass.models import mlp
 
@@ -25,16 +25,6 @@ CPU = torch.device("cpu")
 class Made:
     check_seconds = 0.5
     graph_bytes = None
-
-
-class Watched:
-    """A signature that says what it is told."""
-
-    def __init__(self):
-        self.items = {"model.p": (float, (0.5).hex())}
-
-    def state(self):
-        return State(self.items)
 
 
 class Table:

@@ -101,3 +101,21 @@ def test_transformer_products(mode):
     x = torch.randn(4, 5, 8)
     seen = count(lambda: threepass.three_pass(Net(), F.cross_entropy, x, torch.tensor([0, 1, 2, 3]), mode=mode))
     assert seen["mm"] <= (4 if mode == "paper" else 6) * layers
+
+
+def test_a_piecewise_linear_discriminator_is_four_units_a_layer():
+    """A loss on its output and on its input gradient: double backward takes six, but for the first R{d}."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.LeakyReLU(0.2), nn.Conv2d(4, 4, 3), nn.LeakyReLU(0.2), nn.Flatten(), nn.LazyLinear(1)
+    )
+    model(X)
+    seen = count(lambda: threepass.gradient_step(model, lambda output, g, y: output.mean() + g.square().sum(), X))
+    assert seen == {"conv": 2 * 2, "conv to input": 2, "conv to weight": 2, "mm": 4}
+
+    def double_backward():
+        x = X.clone().requires_grad_()
+        output = model(x)
+        (g,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        (output.mean() + g.square().sum()).backward()
+
+    assert sum(n for name, n in count(double_backward).items() if name.startswith("conv")) >= 2 * 6 - 1

@@ -2,27 +2,13 @@
 
 import pytest
 import torch
+from narrow import BATCH, WIDTH, loss_of_scale, net
 from torch import nn
 
 import threepass
 from threepass.numerics.rounding import round_stochastically
 
 FORMATS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-WIDTH, BATCH = 48, 32
-
-
-def net(kind: str) -> nn.Module:
-    if kind == "conv":
-        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 10))
-    norm = [nn.LayerNorm(WIDTH)] if kind == "norm" else []
-    return nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), *norm, nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)
-    )
-
-
-def loss_of_scale(scale: float):
-    """A linear loss, whose scale sets |t| / |a|."""
-    return lambda out, y: scale * (out * y).sum() / BATCH
 
 
 def slopes(kind, dtype, autocast, ratio, alpha, draws=12):

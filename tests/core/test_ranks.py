@@ -1,6 +1,7 @@
 """Several ranks: 2 ranks x B/2 is 1 rank x B. Two gloo processes run all cases; the tests look at their results."""
 
 import contextlib
+import warnings
 
 import pytest
 import torch
@@ -16,6 +17,12 @@ import threepass
 from threepass.core.engine import run
 from threepass.core.options import Options
 
+
+def fourth_powers(g: torch.Tensor) -> torch.Tensor:
+    """A penalty of the user's own."""
+    return g.flatten(1).pow(4).sum(1)
+
+
 B = 8
 TERMS = {
     f"{name}, {mode}": {"mode": mode, **options}
@@ -26,6 +33,7 @@ TERMS = {
         "strength": {"strength": 0.5},
         "l1": {"strength": 0.5, "penalty": "l1"},
         "norm, batch": {"alpha": 0.1, "penalty": "norm"},
+        "callable": {"strength": 0.5, "penalty": fourth_powers},
     }.items()
 }
 UNEVEN = [5, 3]
@@ -173,11 +181,17 @@ def frozen(rank):
     return one_step(rank, model)
 
 
-def training(rank):
+def training(rank, zero: bool):
+    """zero: the optimizer's state is divided among the ranks, each of which updates a part of the weights."""
     x, y = (z.chunk(RANKS)[rank] for z in batch())
     model = DistributedDataParallel(net())
     step = threepass.ThreePass(model, F.cross_entropy, strength=0.5, mode="exact")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    if zero:
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # torch's own
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.5, momentum=0.9)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     for _ in range(4):
         optimizer.zero_grad()
         step(x, y)
@@ -286,6 +300,16 @@ def compiled(rank, norm=False, compile="require"):
     return rounds, dict(model.module.named_buffers())
 
 
+def compiled_in_part(rank):
+    """A captured step of a model with a layer that takes no part, and a frozen weight."""
+    x, y = (z.chunk(RANKS)[rank] for z in batch())
+    model = Branches()
+    model.body[2].weight.requires_grad_(False)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    threepass.ThreePass(wrapped, F.cross_entropy, mode="exact", compile="require")(x, y)
+    return grads_of(wrapped)
+
+
 def refused(make, error=NotImplementedError):
     x, y = batch()
     try:
@@ -316,11 +340,6 @@ def fully_sharded(x, y):
 def mixed_precision(x, y):
     model = DistributedDataParallel(net())
     model.mixed_precision = object()  # needs a GPU to be made
-    threepass.ThreePass(model, F.cross_entropy)(x, y)
-
-
-def synchronised_norm(x, y):
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(net(norm=True))
     threepass.ThreePass(model, F.cross_entropy)(x, y)
 
 
@@ -358,7 +377,7 @@ def results(rank: int) -> dict:
     table["after an error"] = after_an_error(rank)
     table["gradient step"] = gradient_steps(rank)
     table["frozen"] = frozen(rank)
-    table["training"] = training(rank)
+    table["training"] = [training(rank, zero) for zero in (False, True)]
     table["uneven, alpha=1"], table["uneven, plain"] = one_step(rank, sizes=UNEVEN, alpha=1.0), plain(rank, UNEVEN)
     table["statistics"] = {three: statistics(rank, three) for three in (True, False)}
     table["join"] = joined(rank)
@@ -369,12 +388,13 @@ def results(rank: int) -> dict:
     table["scaler"] = with_scaler(rank)
     table["three_pass"] = pure(rank)
     table["compile"] = compiled(rank)
+    table["compile, in part"] = compiled_in_part(rank)
     table["compile, norm"] = {compile: compiled(rank, norm=True, compile=compile) for compile in ("require", False)}
     table["refused"] = {
         f.__name__: refused(f)
         for f in (
             on_wrapper, inside_and_static, pure_and_static, fully_sharded, mixed_precision,
-            synchronised_norm, different_groups,
+            different_groups,
         )
     }  # fmt: skip
     table["refused"]["not_a_member"] = refused(not_a_member, ValueError)
@@ -400,7 +420,8 @@ def double_backward(weights, options) -> dict:
     losses = F.cross_entropy(model(x), y, reduction="none")
     (g,) = torch.autograd.grad(losses.sum(), x, create_graph=True)
     penalties = {"l2": lambda: 0.5 * g.square().sum(1), "l1": lambda: g.abs().sum(1), "norm": lambda: g.norm(dim=1)}
-    values = penalties[options.get("penalty", "l2")]()
+    penalty = options.get("penalty", "l2")
+    values = penalty(g) if callable(penalty) else penalties[penalty]()
     alpha = options.get("alpha")
     power = 2 if options.get("reduction", "batch") == "batch" and alpha is not None else 1
     back, third = (1.0, options["strength"]) if alpha is None else (alpha, 1 - alpha)
@@ -482,7 +503,8 @@ def test_training_of_two_ranks_is_that_of_one(ranks):
         step(x, y)
         optimizer.step()
     for rank in ranks:
-        assert_close(rank["training"], {n: p.detach() for n, p in model.named_parameters()}, 1e-10)
+        for weights in rank["training"]:
+            assert_close(weights, {n: p.detach() for n, p in model.named_parameters()}, 1e-10)
 
 
 def test_buffers_move_as_in_plain_training(ranks):
@@ -556,6 +578,12 @@ def test_compiled_steps(ranks):
             assert_close(grads, whole().grads, 1e-10)
 
 
+def test_compiled_steps_with_unused_and_frozen_parameters(ranks):
+    expected = {f"body.{n}": g for n, g in whole(mode="exact").grads.items() if n != "2.weight"}
+    for rank in ranks:
+        assert_close(rank["compile, in part"], expected, 1e-10)
+
+
 def test_compiled_steps_with_batch_norm(ranks):
     """Its statistics are those of a rank's micro-batch, as in eager steps; buffers come from rank 0 at every call."""
     for rank in ranks:
@@ -572,7 +600,6 @@ def test_compiled_steps_with_batch_norm(ranks):
         ("inside_and_static", ["static_graph=True", "wraps the whole model"]),
         ("fully_sharded", ["FullyShardedDataParallel", "use fully_shard"]),
         ("mixed_precision", ["mixed_precision", "use torch.autocast"]),
-        ("synchronised_norm", ["SyncBatchNorm", "use BatchNorm"]),
         ("pure_and_static", ["static_graph=True", "pass its .module"]),
         ("different_groups", ["[1, 2]", "by DistributedDataParallel or fully_shard", "wrap the whole model once"]),
     ],

@@ -22,7 +22,7 @@ import threepass
 from threepass.compile.rewrite.fuse_attention import pack_errors
 from threepass.kernels.attention import attention_bend, attention_bend_packed, attention_tangent
 from threepass.rules import attention, generic
-from threepass.rules.attention import Scores, curved, tangent
+from threepass.rules.attention import Heads, Scores, curved, tangent
 from threepass.rules.table import rule_for
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -103,12 +103,12 @@ def test_half_formats_give_the_arguments_format(dtype):
     d, r = draw(2, 6, 8).to(dtype), draw(2, 6, 8).to(dtype)
     u = SDPA(*(z.to(dtype) for z in values))
     m = rule_for(SDPA).make(u, *values)
-    wide, wide_t = [z.to(dtype).double() for z in values], [z.double() for z in t]
+    at, along = Heads(*(z.to(dtype).double() for z in values)), Heads(*(z.double() for z in t))
     scores = Scores(8**-0.5)
     push, bent = m.push(*t), m.bend([r], [d], t)
     assert push.dtype == dtype
     assert [g.dtype for g in bent] == [torch.float32] * 3
-    expected = [tangent(*wide, *wide_t, scores), *curved(*wide, *wide_t, d.double(), r.double(), scores)]
+    expected = [tangent(at, along, scores), *curved(at, along, d.double(), r.double(), scores)]
     for g, e in zip([push, *bent], expected, strict=True):
         assert (g - e).norm() < 4 * torch.finfo(dtype).eps * e.norm()
 
@@ -191,8 +191,10 @@ def kernel_signals(queries, keys, n, w, present, dtype):
     return [None if z is None else z.to(DEVICE, dtype) for z in (q, k, v, *t, d, r)]
 
 
-def wide(signals):
-    return [None if z is None else z.double() for z in signals]
+def in_double(signals):
+    """q, k and v, their tangents, and what else is given, in float64."""
+    wide = [None if z is None else z.double() for z in signals]
+    return Heads(*wide[:3]), Heads(*wide[3:6]), *wide[6:]
 
 
 def assert_near(got, expected, tolerance):
@@ -212,9 +214,9 @@ def test_kernels_are_the_formulas(kernels, size, causal):
     *given, d, r = kernel_signals(*size, (0, 1, 2, 3), torch.float32)
     scores = Scores(0.3, causal)
     how = (0.3, causal, "tf32x3")
-    assert_near([attention_tangent(*given, *how, True)], [tangent(*wide(given), scores)], 1e-5)
+    assert_near([attention_tangent(*given, *how, True)], [tangent(*in_double(given), scores)], 1e-5)
     got = attention_bend(*given, d, r, *how, False)
-    assert_near(got, curved(*wide([*given, d, r]), scores), 1e-5)
+    assert_near(got, curved(*in_double([*given, d, r]), scores), 1e-5)
 
 
 @KERNELS
@@ -223,11 +225,11 @@ def test_kernels_are_the_formulas(kernels, size, causal):
 def test_kernels_over_several_blocks(kernels, blocks, present, causal):
     *given, d, r = kernel_signals(40, 37, 16, 16, present, torch.float32)
     cut, scores, how = kernels.Blocks(*blocks), Scores(0.3, causal), (0.3, causal, "tf32x3", True)
-    expected = tangent(*wide(given), scores)
+    expected = tangent(*in_double(given), scores)
     got = kernels.launch_tangent(*given, *how, cut)
     assert_near([got], [torch.zeros_like(got) if expected is None else expected], 1e-5)
     for cuts in ((cut, cut), kernels.Blocks(64, 64)):
-        assert_near(kernels.launch_bend(*given, d, r, *how, cuts), curved(*wide([*given, d, r]), scores), 1e-5)
+        assert_near(kernels.launch_bend(*given, d, r, *how, cuts), curved(*in_double([*given, d, r]), scores), 1e-5)
 
 
 @KERNELS
@@ -237,8 +239,8 @@ def test_kernels_on_views_of_one_tensor(kernels, tokens, causal):
     values, tangents = (draw(1, tokens, 3, 2, 64).to(DEVICE, torch.bfloat16).permute(2, 0, 3, 1, 4) for _ in range(2))
     d, r = draw(2, 1, tokens, 2, 64).to(DEVICE, torch.bfloat16).transpose(2, 3)
     given, how, scores = [*values, *tangents], (64**-0.5, causal, "tf32"), Scores(64**-0.5, causal)
-    assert_near([attention_tangent(*given, *how, True)], [tangent(*wide(given), scores)], 1e-2)
-    expected = curved(*wide([*given, d, r]), scores)
+    assert_near([attention_tangent(*given, *how, True)], [tangent(*in_double(given), scores)], 1e-2)
+    expected = curved(*in_double([*given, d, r]), scores)
     assert_near(attention_bend(*given, d, r, *how, True), expected, 1e-2)
     assert_near(attention_bend_packed(*given, d, r, *how), expected, 1e-2)
 
@@ -250,8 +252,8 @@ def test_kernels_in_half(kernels, widths):
     scores, cut = Scores(0.3), kernels.Blocks(16, 16)
     got = kernels.launch_tangent(*given, 0.3, False, "tf32", True, cut)
     assert got.dtype == torch.float16
-    assert_near([got], [tangent(*wide(given), scores)], 1e-3)
-    expected = curved(*wide([*given, d, r]), scores)
+    assert_near([got], [tangent(*in_double(given), scores)], 1e-3)
+    expected = curved(*in_double([*given, d, r]), scores)
     for cuts in ((cut, cut), kernels.Blocks(64, 64)):
         assert_near(kernels.launch_bend(*given, d, r, 0.3, False, "tf32", True, cuts), expected, 1e-3)
 
@@ -263,9 +265,9 @@ def test_kernels_centre_what_cancels(kernels):
     given[1] = (given[1] * 0.05 + 2).half()
     scores, cut = Scores(0.3), kernels.Blocks(16, 16)
     got = kernels.launch_tangent(*given, 0.3, False, "tf32", True, cut)
-    assert_near([got], [tangent(*wide(given), scores)], 2e-3)
+    assert_near([got], [tangent(*in_double(given), scores)], 2e-3)
     r_v = kernels.launch_bend(*given, d, None, 0.3, False, "tf32", True, (cut, cut))[2]
-    assert_near([r_v], [curved(*wide([*given, d, None]), scores)[2]], 2e-3)
+    assert_near([r_v], [curved(*in_double([*given, d, None]), scores)[2]], 2e-3)
 
 
 @KERNELS

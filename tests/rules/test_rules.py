@@ -4,9 +4,11 @@ import functools
 
 import pytest
 import torch
+from close import assert_close, plain_grads
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import threepass
 from threepass.rules.table import Linearization, key_of, name_of, rule_for
@@ -50,7 +52,24 @@ GRID = [
     ("sin", torch.sin, (r(4, 5),), [], []),
     ("cos", torch.cos, (r(4, 5),), [], []),
     ("sqrt", torch.sqrt, (r(4, 5).exp(),), [], []),
+    ("leaky-relu", torch._C._nn.leaky_relu, (r(4, 5), 0.2), [], []),
     ("square", torch.square, (r(4, 5),), [], []),
+    ("rsqrt", torch.rsqrt, (r(4, 5).exp(),), [], []),
+    ("reciprocal", torch.reciprocal, (r(4, 5).exp(),), [], []),
+    ("log", torch.log, (r(4, 5).exp(),), [], []),
+    ("abs", torch.abs, (r(4, 5),), [], []),
+    ("rsub-number", torch.rsub, (r(4, 5), 1), [], []),
+    ("rsub-weight", functools.partial(torch.rsub, alpha=3), (r(4, 5), r(3, 1, 5)), [], [1]),
+    ("matmul-weight", torch.matmul, (r(2, 4, 5), r(5, 3)), [1], []),
+    ("matmul-vector", torch.matmul, (r(2, 4, 5), r(5)), [1], []),
+    ("outer-weight", torch.outer, (r(4), r(5)), [1], []),
+    ("std", torch.std, (r(4, 5), 0), [], []),
+    ("std-biased", torch.std, (r(4, 5, 3), (0, -1), False, True), [], []),
+    ("std-whole", functools.partial(torch.std, correction=2), (r(4, 5),), [], []),
+    ("diagonal", torch.diagonal, (r(4, 5, 3), 1, -1, 0), [], []),
+    ("repeat", torch.Tensor.repeat, (r(4, 1, 2), 2, 3, 5, 1), [], []),
+    ("norm", torch.linalg.norm, (r(4, 5), None, -1), [], []),
+    ("norm-whole", torch.linalg.norm, (r(4, 5),), [], []),
     ("pow-3", torch.pow, (r(4, 5), 3), [], []),
     ("pow-1", torch.pow, (r(4, 5) * torch.tensor([0.0, 1, 1, 1, 1]), 1), [], []),
     ("pow-half", torch.pow, (r(4, 5).exp(), -0.5), [], []),
@@ -173,10 +192,26 @@ SEVERAL = [  # functions of two activations, as functions of them alone, with th
     ("div-broadcast", torch.div, lambda a, b: (a, b), (r(4, 1), r(3, 1, 5).exp()), (0, 1)),
     ("mul", torch.mul, lambda a, b: (a, b), (r(4, 5), r(4, 5)), (0, 1)),
     ("mul-broadcast", torch.mul, lambda a, b: (a, b), (r(4, 1), r(3, 1, 5)), (0, 1)),
+    ("cat", torch.cat, lambda a, b: ([a, b], 1), (r(4, 5), r(4, 2)), (0, 1)),
+    ("stack", torch.stack, lambda a, b: ([a, b], -1), (r(4, 5), r(4, 5)), (0, 1)),
+    ("where", torch.where, lambda a, b: (WHERE, a, b), (r(4, 5), r(5)), (1, 2)),
+    ("matmul", torch.matmul, lambda a, b: (a, b), (r(2, 1, 4, 5), r(3, 5, 2)), (0, 1)),
+    ("bmm", torch.bmm, lambda a, b: (a, b), (r(2, 4, 5), r(2, 5, 3)), (0, 1)),
+    ("outer", torch.outer, lambda a, b: (a, b), (r(4), r(3)), (0, 1)),
+    ("einsum", torch.einsum, lambda a, b: ("nij,jk->kn", a, b), (r(2, 3, 4), r(4, 5)), (1, 2)),
+    ("rsub", torch.rsub, lambda a, b: (a, b), (r(4, 1), r(3, 1, 5)), (0, 1)),
+    (
+        "scatter-sum",
+        torch.scatter_reduce,
+        lambda a, b: (a, 1, INDEX.expand(4, 6), b, "sum"),
+        (r(4, 5), r(4, 6)),
+        (0, 3),
+    ),
     ("index-add", torch.index_add, lambda a, b: (a, 1, INDEX, b), (r(4, 5), r(4, 6)), (0, 3)),
     ("scatter-add", torch.scatter_add, lambda a, b: (a, 1, INDEX.expand(4, 6), b), (r(4, 5), r(4, 6)), (0, 3)),
 ]
 INDEX = torch.tensor([0, 3, 3, 1, 0, 4])
+WHERE = torch.tensor([True, False, False, True, True])
 
 
 @pytest.mark.parametrize("present", [(0, 1), (0,), (1,)])
@@ -220,6 +255,9 @@ def test_rules_step_aside_for_calls_they_do_not_know():
     assert rule_for(torch.linalg.vector_norm).make(r(4), r(4, 3), 1, 1) is None
     assert rule_for(torch.Tensor.__getitem__).make(r(4), r(4, 3), (slice(None), [0, 1])) is None
     assert rule_for(torch.scatter_add).make(r(4), r(4), 0, torch.tensor([0, 1]), r(3)) is None  # reads a part of src
+    assert rule_for(torch.linalg.norm).make(r(), r(4, 3), 2) is None  # of a matrix
+    assert rule_for(torch.scatter_reduce).make(r(4), r(4), 0, torch.tensor([0]), r(1), "prod") is None
+    assert rule_for(torch.einsum).make(r(3), "...i->i", r(2, 3)) is None
     assert rule_for(torch.erf) is None
 
 
@@ -238,3 +276,39 @@ def test_names():
     assert name_of(torch.ops.aten.mul.Tensor) == "aten.mul"
     assert name_of(torch.Tensor.T.__get__) == "Tensor.T"
     assert name_of(nn.functional.linear) == "linear"
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+def test_a_linear_layer_of_a_transposed_batch_is_one_product(mode, by_name):
+    """In every pass: neither its activation nor its error nor its tangent is multiplied slice by slice."""
+
+    class Transposed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(5, 6).double(), nn.Linear(6, 3).double()
+
+        def forward(self, x):
+            z = self.first(x).tanh().transpose(0, 1)
+            bias = {"bias": self.last.bias} if by_name else {}
+            args = (self.last.weight,) if by_name else (self.last.weight, self.last.bias)
+            return F.linear(z, *args, **bias).transpose(0, 1).mean(1)
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    torch.manual_seed(0)
+    model, x, y = Transposed(), torch.randn(4, 7, 5).double(), torch.randint(3, (4,))
+    names: list[str] = []
+    with Products():
+        r = threepass.three_pass(model, F.cross_entropy, x, y, mode=mode, separate=True)
+    assert not [name for name in names if "bmm" in name]
+    assert_close(r.backprop_grads, plain_grads(model, F.cross_entropy, x, y), 1e-12)
+    straight = nn.Sequential(model.first, nn.Tanh(), model.last)
+    expected = threepass.three_pass(
+        straight, lambda u, y: F.cross_entropy(u.mean(1), y), x, y, mode=mode, separate=True
+    ).third_grads
+    renamed = {n.replace("0.", "first.").replace("2.", "last."): g for n, g in expected.items()}
+    assert_close(r.third_grads, renamed, 1e-12)

@@ -126,6 +126,23 @@ def test_a_run_prints_and_saves_its_settings_and_they_make_the_same_run(capsys):
     assert first[-weights:] == second[-weights:]
 
 
+def test_a_comparison_prints_and_saves_its_settings_at_its_start(capsys, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("threepass.study.compare._train", interrupted)
+    Path("a.yaml").write_text(
+        "epochs: 1\nbatch_size: 512\nprobe_every: 0\nmodel_options: {sizes: [64, 8, 10]}\nseeds: 1\nstrengths: [0.1]"
+    )
+    assert main(["compare", "--config", "a.yaml", "--name", "both"]) == 130
+    shown = capsys.readouterr().err
+    saved = json.loads(Path("runs/both/compare.json").read_text())
+    assert "# common settings, saved in runs/both/compare.json" in shown
+    assert tomllib.loads(shown) == {name: value for name, value in saved["config"].items() if value is not None}
+    assert saved["config"]["batch_size"] == 512
+    assert [variant["name"] for variant in saved["variants"]] == ["two passes", "strength 0.1, exact"]
+
+
 def test_toml_of_nested_values():
     values = {"a": {"b": [1, 2.5], "c d": 'x"y'}, "e": True, "f": 1e-05}
     assert tomllib.loads(as_toml(values)) == values

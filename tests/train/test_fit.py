@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from test_run_folder import assert_same
-from test_train import data, simple
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from training import assert_same, data, simple
 
 import threepass
 from threepass.cli import main

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 import torch
-from test_train import data, simple, without_times
+from training import assert_same, data, simple
 
 from threepass.cli import main
 from threepass.train.config import Config
@@ -17,12 +17,6 @@ from threepass.train.folder import created, fresh, locked
 from threepass.train.loop import fit
 
 SHORT = {"epochs": 2, "batch_size": 10, "alpha": 0.5, "lr": 0.05}
-
-
-def assert_same(got, expected):
-    for z, other in zip(got.model.state_dict().values(), expected.model.state_dict().values(), strict=True):
-        assert torch.equal(z, other)
-    assert [without_times(m) for m in got.history] == [without_times(m) for m in expected.history]
 
 
 def test_a_run_is_not_overwritten(tmp_path):

@@ -9,8 +9,8 @@ import warnings
 
 import pytest
 import torch
-from test_train import data, net, simple, without_times
 from torch import nn
+from training import data, net, simple, without_times
 
 from threepass import CaptureError, UncompiledWarning
 from threepass.cli import UsageError, main, parse

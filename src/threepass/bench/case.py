@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .._version import commit
 from ..errors import NormalizationWarning
 from . import nets
 from .forms import Form, FormError, best, eager, reason
@@ -283,6 +284,7 @@ def machine(device: str) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if cuda else None,
         "triton": _triton(),
         "python": platform.python_version(),
+        "commit": commit(),
     }
 
 

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from .case import Case
+from .methods import METHODS
 from .tables import text
 from .worker import write
 
 PATIENCE = 1800  # seconds for a case
-COMPILED: dict[str, Any] = {"eager": False, "rounds": 9}
+PEERS = tuple(name for name in METHODS if name != "alpha1")  # which says what recording costs: once is enough
+COMPILED: dict[str, Any] = {"eager": False, "rounds": 9, "methods": PEERS}
 ON_CPU: dict[str, Any] = {"precision": "float32", "device": "cpu", "threads": 2, "rounds": 15}
 PENALTIES = ("plain", "paper", "exact", "double")
 VIT_TINY = {"depth": 12}

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
-from .._torch_compat import FakeTensor, batch_norm_legit, make_fx
+from .._torch_compat import FakeTensor, batch_norm_legit, make_fx, to_copy
+from .rewrite.graph import value_of
 from .rewrite.strides import reshape_instead_of_view
 
 _aten = torch.ops.aten
@@ -25,6 +26,7 @@ def functional(graph: GraphModule, inputs: Sequence[Tensor]) -> GraphModule:
     inputs: fake tensors, of one mode, if the graph has dynamic shapes.
     """
     declare_statistics(graph.graph)
+    widen_group_norms(graph.graph)
     reshape_instead_of_view(graph.graph)  # fake tensors may have other strides than the traced ones had
     graph.graph.eliminate_dead_code()
     graph.recompile()
@@ -53,3 +55,29 @@ def declare_statistics(graph: Graph) -> None:
             x, d, weight, mean, var, save_mean, save_rstd, eps, _ = node.args
             node.target = _aten.native_batch_norm_backward.default
             node.args = (d, x, weight, mean, var, save_mean, save_rstd, True, eps, [True, True, True])
+
+
+def widen_group_norms(graph: Graph) -> None:
+    """Group norms of a narrow format with float32 weights, as CPUs compute them under autocast, in float32.
+
+    Fake tensors have other formats than the results of these operations, so the graph would not fit its values.
+    """
+    for node in list(graph.nodes):
+        forward = node.target is _aten.native_group_norm.default
+        if not (forward or node.target is _aten.native_group_norm_backward.default):
+            continue
+        x, weight = (node.args[0], node.args[1]) if forward else (node.args[1], node.args[4])
+        narrow = value_of(x).dtype
+        if weight is None or value_of(weight).dtype == narrow:
+            continue
+        with graph.inserting_before(node):
+            signals = [_cast(graph, z, value_of(weight).dtype) for z in node.args[: 1 if forward else 2]]
+        node.args = (*signals, *node.args[len(signals) :])
+        for result in [user for user in node.users if user.args[1] == 0]:
+            with graph.inserting_after(result):
+                cast = _cast(graph, result, narrow)
+            result.replace_all_uses_with(cast, lambda user, cast=cast: user is not cast)
+
+
+def _cast(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
+    return graph.call_function(to_copy.default, (node,), {"dtype": dtype})

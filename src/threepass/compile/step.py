@@ -24,6 +24,7 @@ from ..core.scaler import scaled
 from ..core.sharded import is_fully_sharded
 from ..errors import CaptureError
 from ..numerics.precision import weights_dtype
+from ..rules.sync_batch_norm import has_synchronized_norm
 from ..tape.state import unchanged_on_error
 from .capture import Captured, capture
 from .cuda_graph import CudaGraph
@@ -239,6 +240,11 @@ class CompiledSteps:
         try:
             if is_fully_sharded(self.model):
                 raise CaptureError("fully_shard gathers parameters and reduces gradients in hooks")
+            if has_synchronized_norm(self.model):
+                raise CaptureError(
+                    "SyncBatchNorm exchanges sums between the ranks in every pass; a rank that captures a program runs "
+                    "the passes more often than the others, which would then wait for each other"
+                )
             flat, spec = flattened(x, y)
         except CaptureError as error:
             self.programs.refuse(error)

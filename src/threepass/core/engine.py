@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._torch_compat import get_proxy_mode, tree_leaves, tree_map
+from .._torch_compat import is_traced
 from ..errors import UnsupportedError
 from ..numerics.precision import accumulate_dtype, seed_op, start
 from ..tape.arguments import unflatten
@@ -38,7 +38,7 @@ from .plan import Operand, Plan, Scale, make_plan
 from .propagation import Errors, Propagation
 from .sharded import is_fully_sharded
 from .warn import warn_of_norms, warn_of_other_leaves
-from .wrt import Wrt, is_float, like_inputs, map_inputs
+from .wrt import Wrt, is_float, leaves_of, like_inputs, map_inputs, map_leaves
 
 
 @dataclass(frozen=True, repr=False)
@@ -164,17 +164,17 @@ class _Step(NamedTuple):
 
 def _has_blocks(step: _Step) -> bool:
     """Whether checkpointed blocks are recorded as one operation each."""
-    return not step.options.exact and get_proxy_mode() is None and not is_fully_sharded(step.model)
+    return not step.options.exact and not is_traced() and not is_fully_sharded(step.model)
 
 
 def _three_passes(step: _Step, module_paths: bool, blocks: bool) -> Result:
     model, options = step.model, step.options
-    check_model(model)
+    parameters = check_model(model)
     samples = check_x(step.x, options)
     with autograd_enabled(), unchanged_on_error(model):
         # Pass 1: l = loss(w(x), y). The tape records every operation that depends on the input. The options and the
         # tape then decide how the gradients of passes 2 and 3 are combined.
-        tape = Record(next(model.parameters()).device.type, module_paths, blocks)
+        tape = Record(next(iter(parameters.values())).device.type, module_paths, blocks)
         output, loss = forward(model, step.loss_fn, step.x, step.y, tape, options)
         tape.prune(to_loss=options.exact and step.third)
         plan = make_plan(tape, options, samples, step.third, step.weights)
@@ -191,7 +191,7 @@ def _three_passes(step: _Step, module_paths: bool, blocks: bool) -> Result:
         # backward pass.
         if step.warn and step.third and not options.exact:
             warn_of_norms(model, tape.operations)
-        t_0, third_scale = _start(plan, dx, slopes, options.part(samples))
+        t_0, third_scale = _start(plan, dx, slopes, options.part(samples), tape)
         gradients = Gradients(plan, third_scale, step.seed)
         with torch.no_grad():
             steps = forward_again(tape, dx, t_0, errors, gradients)
@@ -200,11 +200,11 @@ def _three_passes(step: _Step, module_paths: bool, blocks: bool) -> Result:
         if tape.problems:
             raise UnsupportedError(tape.problems)
         if step.warn:
-            warn_of_other_leaves(model, gradients.count_other_leaves(model))
-        grads, backprop_grads, third_grads = gradients.finish(model)
+            warn_of_other_leaves(model, gradients.count_other_leaves(parameters))
+        grads, backprop_grads, third_grads = gradients.finish(parameters)
 
     return Result(
-        output=tree_map(lambda z: z.detach() if isinstance(z, Tensor) else z, output),
+        output=map_leaves(lambda z: z.detach() if isinstance(z, Tensor) else z, output),
         loss=loss.detach(),
         input_loss=input_loss,
         input_grad=_input_grad(dx, plan, step, tape),
@@ -219,11 +219,11 @@ def forward(
 ) -> tuple[Any, Tensor]:
     """Pass 1: the model and the loss, once, as the user wrote them."""
     input_at = options.input_at
-    x, y = tree_map(_usable, (x, y))
+    x, y = map_leaves(_usable, x), map_leaves(_usable, y)
     with contextlib.ExitStack() as stack:
         if tape.module_paths:
             stack.enter_context(tracking_module_paths(model, tape))
-        if input_at is None and any(map(is_float, tree_leaves(x))):
+        if input_at is None and any(map(is_float, leaves_of(x))):
             x = map_inputs(x, options.wrt, tape.add_input)
         else:
             tape.has_internal_input = True
@@ -296,7 +296,7 @@ def _propagate(
     steps = []
     for op in tape.consume():
         out = None
-        with tape.collecting_problems(op):
+        try:
             t = [signals.get(z) for _, z in op.active]
             if isinstance(op, Block):
                 out = _through_block(op, errors.pop(op), t, tape, gradients)
@@ -305,6 +305,8 @@ def _propagate(
                 out = step.forward(gradients)
                 if plan.exact:
                     steps.append(step)
+        except Exception as error:
+            tape.note(op, error)
         for z in op.last_reads:
             signals.put(z, None)
         if op.pushes and plan.case.carried is not None:
@@ -340,7 +342,9 @@ def _through_block(
     return [signals.get(output)]
 
 
-def _start(plan: Plan, dx: list[Tensor], slopes: list[Tensor] | None, batch: float) -> tuple[list[Tensor], Scale]:
+def _start(
+    plan: Plan, dx: list[Tensor], slopes: list[Tensor] | None, batch: float, tape: Record
+) -> tuple[list[Tensor], Scale]:
     """t_0, and what the third pass's gradients are to be multiplied by to undo the scales of t_0 and d.
 
     slopes: the derivative of the penalty at each dl_i/dx_i; None: it is dl_i/dx_i itself.
@@ -348,9 +352,10 @@ def _start(plan: Plan, dx: list[Tensor], slopes: list[Tensor] | None, batch: flo
     if plan.case.carried is None:
         return [], 1.0
     scale = plan.tangent_scale * plan.third if plan.is_joint else plan.tangent_scale
+    over_ranks = tape.over_ranks() if plan.half else None
     if slopes is None:
-        return start(dx, scale, plan.error_scale, plan.half)
-    t_0, third_scale = start(slopes, scale * plan.error_scale / batch, plan.error_scale, plan.half)
+        return start(dx, scale, plan.error_scale, plan.half, over_ranks)
+    t_0, third_scale = start(slopes, scale * plan.error_scale / batch, plan.error_scale, plan.half, over_ranks)
     return [t.to(g.dtype) for t, g in zip(t_0, dx, strict=True)], third_scale
 
 

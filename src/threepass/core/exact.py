@@ -38,7 +38,7 @@ def backward_again(
         signals.add(z, value)
     while steps:
         step = steps.pop()
-        with tape.collecting_problems(step.op):
+        try:
             r = [signals.take(u) for u in step.op.outputs]
             if all(e is None for e in (*step.d, *r)):
                 continue
@@ -46,6 +46,8 @@ def backward_again(
             for (_, z), s in zip(step.op.active, step.pull(r, gradients, wanted), strict=True):
                 if s is not None:
                     signals.add(z, s)
+        except Exception as error:
+            tape.note(step.op, error)
     for source, _, z in tape.inputs:
         if source.requires_grad:
             gradients.add(source, None, signals.get(z))

@@ -11,7 +11,8 @@ L depends on the weights through the output and through g. With e and t_0 held f
     dL/dw = d/dw < e , output > + d/dw < t_0 , dvalue/dx > = d (x) t + R{d} (x) a.
 
 The first term is an ordinary backward pass from e, the second is exact mode's (`exact.py`). Both are linear in what
-pass 4 starts from, so that one pass 4 serves them together.
+pass 4 starts from, so that one pass 4 serves them together. Some piecewise linear nets need no pass 4
+(`samplewise.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from .gradients import Gradients
 from .options import check_input_options, check_loss, check_model, check_tensors
 from .penalty import check_finite
 from .plan import joint_plan
+from .samplewise import is_samplewise, samplewise_plan
 from .warn import warn_of_other_leaves
 from .wrt import Wrt, as_wrt, map_inputs
 
@@ -142,15 +144,16 @@ def run(
 
 
 def _passes(model, loss_fn, x, y, options: GradientOptions, warn: bool, seed, module_paths: bool) -> GradientResult:
-    check_model(model)
+    parameters = check_model(model)
     x = dict(x) if isinstance(x, Mapping) else x
     check_tensors(x, options.wrt)
     x = map_inputs(x, options.wrt, lambda z: z.detach() if z.is_leaf else z)  # many set requires_grad on it
     with autograd_enabled(), unchanged_on_error(model):
         # Pass 1: forward, to the value.
-        tape = Record(next(model.parameters()).device.type, module_paths)
+        tape = Record(next(iter(parameters.values())).device.type, module_paths)
         value_fn = options.value_fn or _summed
         output, value = forward(model, lambda out, _: value_fn(out), x, y, tape, options, _check_value)
+        samplewise = options.value_fn is None and not options.separate and is_samplewise(tape, output)
         tape.prune(to_loss=True)
         plan = joint_plan(tape, compiled=seed is not None)
 
@@ -160,23 +163,25 @@ def _passes(model, loss_fn, x, y, options: GradientOptions, warn: bool, seed, mo
 
         # The loss, and what passes 3 and 4 start from.
         loss = differentiate(model, loss_fn, output, g, partial(like_x, x, options, tape), y, tape)
-        size = loss.scale_down() if tape.half else 1.0
+        size = loss.scale_down(tape) if tape.half else 1.0
 
         # Pass 3: forward again, from t_0. Pass 4: backward again, from e.
+        if samplewise and loss.e:
+            plan = samplewise_plan(plan, loss.e[0][1])
         gradients = [Gradients(plan, 1.0, seed) for _ in range(2 if options.separate else 1)]
         first, last = gradients[0], gradients[-1]
         with torch.no_grad():
             steps = forward_again(tape, g, loss.t_0, errors, first)
             if options.separate:
-                backward_again(tape, list(steps), [], first)
-                for step in steps:
-                    step.free_signals()
-            backward_again(tape, steps, loss.starts(tape, last), last)
+                _backward_from_zero(tape, steps, first)
+            start = loss.starts(tape, last)
+            if plan.exact:
+                backward_again(tape, steps, start, last)
         if tape.problems:
             raise UnsupportedError(tape.problems)
         if warn:
-            warn_of_other_leaves(model, max(loss.other_leaves, *(z.count_other_leaves(model) for z in gradients)))
-        terms = [_times(size, each.finish(model)[0]) for each in gradients]
+            warn_of_other_leaves(model, max(loss.other_leaves, *(z.count_other_leaves(parameters) for z in gradients)))
+        terms = [_times(size, each.finish(parameters)[0]) for each in gradients]
 
     return GradientResult(
         output=tree_map(lambda z: z.detach() if isinstance(z, Tensor) else z, output),
@@ -189,6 +194,13 @@ def _passes(model, loss_fn, x, y, options: GradientOptions, warn: bool, seed, mo
     )
 
 
+def _backward_from_zero(tape: Record, steps: list[Any], gradients: Gradients) -> None:
+    """Pass 4 without the term through the output; the steps stay for another pass 4."""
+    backward_again(tape, list(steps), [], gradients)
+    for step in steps:
+        step.free_signals()
+
+
 @dataclass
 class DifferentiatedLoss:
     """A loss with its derivatives, as autograd finds them through loss_fn alone."""
@@ -199,10 +211,11 @@ class DifferentiatedLoss:
     direct: list[tuple[Tensor, Tensor]]  # likewise at parameters that loss_fn reads itself
     other_leaves: int  # other tensors that require grad
 
-    def scale_down(self) -> Tensor:
+    def scale_down(self, tape: Record) -> Tensor:
         """Divides the derivatives by a power of two near the largest one, for half formats; returns it."""
         found = [*self.t_0, *(e for _, e in (*self.e, *self.direct))]
-        size = power_of_two(torch.stack([z.abs().max().float() for z in found]).max())
+        largest, over_ranks = torch.stack([z.abs().max().float() for z in found]).max(), tape.over_ranks()
+        size = power_of_two(largest if over_ranks is None else over_ranks(largest))
         self.t_0 = [(t.float() / size).to(t.dtype) for t in self.t_0]
         self.e, self.direct = ([(z, (e.float() / size).to(e.dtype)) for z, e in each] for each in (self.e, self.direct))
         return size

@@ -1,21 +1,23 @@
 """The weights' gradients: products of errors with activations and tangents, summed and passed on to parameters."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
+from .._torch_compat import foreach_add, foreach_mul, is_traced
 from ..numerics.packed import together
-from ..numerics.precision import accumulate_dtype, kept_op, mix_op, round_op
+from ..numerics.precision import accumulate_dtype, as_dtype, kept_op, mix_op, round_op
 from ..rules.table import Linearization
 from ..tape.operation import Operation
 from .plan import MixForm, Operand, Plan, Scale
 
 ByWeight = dict[int, tuple[Tensor, Tensor]]  # id of a weight -> the weight, its gradient
 ByName = dict[str, Tensor]
+Parameters = dict[str, nn.Parameter]  # of a model, by name
 
 
 @dataclass
@@ -37,16 +39,17 @@ class Gradients:
 
     def add_products(self, op: Operation, lin: Linearization, d: Tensor, s: Tensor | None) -> None:
         """A fast rule's products with d; s: what pass 3 carries of the signal that the weights multiply."""
-        has_products = any(op.values[i] not in lin.add for i, _ in op.weights)
-        operands = self._operands(lin, s) if has_products else []
+        operands: list[tuple[Operand, Tensor]] | None = None
         for i, weight in op.weights:
             value = op.values[i]
-            if value not in lin.add:
+            add = lin.add.get(value)
+            if add is None:
+                operands = self._operands(lin, s) if operands is None else operands
                 for operand, z in operands:
                     has_weight = self.plan.is_joint  # pass 3 started from third * t_0
                     _accumulate(self.products[Operand.MIX if has_weight else operand], weight, lin.grad[value](d, z))
             elif not self.plan.is_joint:
-                self.add(weight, lin.add[value](d), None)
+                _accumulate(self.products[Operand.A], weight, add(self._weighted(d)))
 
     def add_tapped(
         self, op: Operation, lin: Linearization, d: Tensor, s: Tensor | None, backprop: list[Tensor | None]
@@ -75,6 +78,8 @@ class Gradients:
     def mix(self, a: Tensor, t: Tensor) -> Tensor:
         """The mix of a and t, in the plan's form."""
         back, third = self.plan.back, self.plan.third
+        if self.plan.sample_weights is not None:
+            return torch.addcmul(t, a, self._per_sample(a))
         if self.plan.mix_form is MixForm.RELATIVE:
             return a + self._ratio * t
         if isinstance(back, Tensor) or isinstance(third, Tensor):
@@ -82,6 +87,14 @@ class Gradients:
         if back + third == 1:
             return torch.lerp(t, a, back)
         return torch.add(a * back if back != 1 else a, t, alpha=third)
+
+    def _weighted(self, d: Tensor) -> Tensor:
+        """d times the weights of backpropagation's term for each sample."""
+        return d if self.plan.sample_weights is None else d * self._per_sample(d)
+
+    def _per_sample(self, like: Tensor) -> Tensor:
+        assert self.plan.sample_weights is not None
+        return self.plan.sample_weights.reshape(-1, *[1] * (like.dim() - 1))
 
     def _operands(self, lin: Linearization, s: Tensor | None) -> list[tuple[Operand, Tensor]]:
         """What the plan multiplies by d; without a tangent, a alone."""
@@ -125,15 +138,15 @@ class Gradients:
             Operand.T: third * self.third_scale,
         }
 
-    def count_other_leaves(self, model: nn.Module) -> int:
+    def count_other_leaves(self, parameters: Parameters) -> int:
         """How many tensors that require grad were used but are not parameters of the model."""
-        own = {id(p) for p in model.parameters()}
+        own = {id(p) for p in parameters.values()}
         weights = {key: weight for term in self.products.values() for key, (weight, _) in term.items()}
-        return sum(weight.is_leaf and key not in own for key, weight in weights.items())
+        return sum(weight.is_leaf for key, weight in weights.items() if key not in own)
 
-    def finish(self, model: nn.Module) -> tuple[ByName, ByName | None, ByName | None]:
+    def finish(self, parameters: Parameters) -> tuple[ByName, ByName | None, ByName | None]:
         """r.grads, and if they were asked for the two terms, unweighted, by parameter name."""
-        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         dense = self.plan.has_dense_terms
         terms = {operand: _by_name(parameters, term, dense) for operand, term in self.products.items()}
         grads = self._sum(parameters, terms, self._scales(), own_format=self.plan.compiled)
@@ -148,7 +161,7 @@ class Gradients:
 
     def _sum(
         self,
-        parameters: dict[str, nn.Parameter],
+        parameters: Parameters,
         terms: dict[Operand, ByName],
         scales: Mapping[Operand, Scale],
         own_format: bool = False,
@@ -163,10 +176,18 @@ class Gradients:
                 groups.setdefault((present, p.dtype if own_format else accumulate_dtype(p.dtype)), []).append(name)
         sums: ByName = {}
         for (present, dtype), names in groups.items():
-            total = partial(_total, [scales[operand] for operand in present], dtype, self.seed)
+            weights = [scales[operand] for operand in present]
             columns = [[terms[operand][name] for name in names] for operand in present]
-            one_by_one = not self.plan.compiled or (len(present) == 1 and _is_one(scales[present[0]]))
-            sums |= zip(names, (map if one_by_one else together)(total, *columns), strict=True)
+            total = partial(_total, weights, dtype, self.seed)
+            if len(present) == 1 and _is_one(weights[0]):
+                totals: Iterable[Tensor] = map(total, *columns)
+            elif self.plan.compiled:
+                totals = together(total, *columns)
+            elif not is_traced() and all(g.layout == torch.strided for column in columns for g in column):
+                totals = _totals(weights, dtype, *columns)
+            else:
+                totals = map(total, *columns)
+            sums |= zip(names, totals, strict=True)
         return {name: sums[name] for name in parameters if name in sums}
 
 
@@ -175,9 +196,20 @@ def _total(scales: Sequence[Scale], dtype: torch.dtype, seed: Tensor | None, *te
     for scale, g in zip(scales, terms, strict=True):
         if not _is_one(scale):
             g = g.to(accumulate_dtype(g.dtype)) * scale
-        total = g.to(accumulate_dtype(dtype)) if total is None else total + g
+        total = as_dtype(g, accumulate_dtype(dtype)) if total is None else total + g
     assert total is not None
     return total if total.dtype == dtype else round_op(total, dtype, seed)
+
+
+def _totals(scales: Sequence[Scale], dtype: torch.dtype, *columns: Sequence[Tensor]) -> Sequence[Tensor]:
+    """`_total` of many dense terms, in few launches; the dtype is one that sums are accumulated in."""
+    totals: Sequence[Tensor] = []
+    for scale, column in zip(scales, columns, strict=True):
+        if not _is_one(scale):
+            column = foreach_mul([as_dtype(g, accumulate_dtype(g.dtype)) for g in column], scale)
+        column = [as_dtype(g, dtype) for g in column]
+        totals = foreach_add(list(totals), column) if totals else column
+    return totals
 
 
 def _is_one(scale: Scale) -> bool:
@@ -193,7 +225,7 @@ def _accumulate(terms: ByWeight, weight: Tensor, g: Tensor | None) -> None:
     terms[id(weight)] = (weight, g)
 
 
-def _by_name(parameters: dict[str, nn.Parameter], terms: ByWeight, dense: bool) -> ByName:
+def _by_name(parameters: Parameters, terms: ByWeight, dense: bool) -> ByName:
     """The gradients of the parameters; gradients of computed weights are passed on to them by the chain rule."""
     names = {id(p): name for name, p in parameters.items()}
     grads = {names[key]: g for key, (_, g) in terms.items() if key in names}

@@ -9,10 +9,9 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._torch_compat import tree_leaves
 from .penalty import Penalty, check_penalty
 from .ranks import check_parallel
-from .wrt import Wrt, as_wrt, check_wrt, inputs_of
+from .wrt import Wrt, as_wrt, check_wrt, inputs_of, leaves_of
 
 
 class InputOptions(Protocol):
@@ -96,12 +95,14 @@ class Options:
         )  # part may be a symbol
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Any) -> dict[str, nn.Parameter]:
+    """Raises an error if the model cannot be trained; returns its parameters by name."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     check_parallel(model)
-    parameters = list(model.parameters())
-    if any(is_lazy(p) for p in parameters):
+    named = dict(model.named_parameters())
+    parameters = named.values()
+    if any(map(is_lazy, parameters)):
         raise ValueError("the model has uninitialized lazy parameters: run model(x) once before")
     if not any(p.requires_grad for p in parameters):
         raise ValueError("no parameter of the model requires grad: call requires_grad_() on those to be trained")
@@ -109,6 +110,7 @@ def check_model(model: Any) -> None:
         raise ValueError(
             "parameters were created under torch.inference_mode and cannot be trained: create the model outside of it"
         )
+    return named
 
 
 def check_roles(model: Any, loss_fn: Any) -> None:
@@ -133,7 +135,7 @@ def check_tensors(x: Any, wrt: Wrt) -> list[Tensor]:
     """The tensors of x, or with `wrt` those that it names; there is at least one, and none is empty."""
     if not isinstance(x, (Tensor, tuple, Mapping)):
         raise TypeError(f"x must be a tensor, or a tuple or dict of what the model takes, got {type(x).__name__}")
-    tensors = [z for z in tree_leaves(dict(x) if isinstance(x, Mapping) else x) if isinstance(z, Tensor)]
+    tensors = [z for z in leaves_of(dict(x) if isinstance(x, Mapping) else x) if isinstance(z, Tensor)]
     if not tensors:
         raise TypeError("x contains no tensor")
     if any(z.is_complex() for z in tensors):

@@ -7,6 +7,7 @@ can be propagated, or a backward pass that exact mode runs anyway can carry both
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -92,6 +93,7 @@ class Plan:
         error_scale: what every error is multiplied by: error_unit, and `back` where the errors carry it.
         loss_error: the error of the loss, from which pass 2 starts.
         tangent_scale: t_0 is this times dl/dx.
+        sample_weights: a further weight of backpropagation's term for each sample along dimension 0 (`samplewise.py`).
     """
 
     terms: Terms
@@ -106,8 +108,9 @@ class Plan:
     error_scale: Scale
     loss_error: Scale
     tangent_scale: float
+    sample_weights: Tensor | None = None
 
-    @property
+    @cached_property
     def case(self) -> Case:
         return self.terms.value
 
@@ -142,6 +145,8 @@ def make_plan(
     back, weight_of_third = weights or (options.back, options.third)
     scale: Scale
     scale = unit = error_gain(tape.half, batch)
+    if unit != 1 and (over_ranks := tape.over_ranks()) is not None:
+        scale = unit = float(over_ranks(torch.tensor(unit, device=tape.device)))
     if form is MixForm.RELATIVE and not tape.half:
         scale, back = scale * back, 1.0
     return Plan(

@@ -28,11 +28,12 @@ class Errors(NamedTuple):
 class Propagation:
     """u = op(a; p) with the errors d of u and the tangents t of a: by its fast rule, or by the generic one."""
 
+    __slots__ = ("d", "linearization", "op", "s", "t", "weight_grads")
+
     def __init__(self, op: Operation, errors: Errors | None, t: Tensors):
         self.op, self.t = op, t
         self.d, self.weight_grads = errors or Errors([None] * len(op.outputs), [])
-        self.linearization = op.linearize()
-        lin = self.linearization
+        self.linearization = lin = op.linearize()
         self.s = None if lin is None or lin.signal is None or t[0] is None else lin.tangent(t[0])  # of the signal
 
     @property
@@ -49,13 +50,14 @@ class Propagation:
         d and t are freed as soon as they can be: in exact mode, a nonlinear operation keeps them for the backward pass.
         """
         plan = gradients.plan
+        case = plan.case
         is_last_use = not plan.exact or self.is_linear
-        if is_last_use and plan.case.error_freed_first:
+        if is_last_use and case.error_freed_first:
             self._use_error(gradients)
-        out = self.push(plan) if plan.case.carried is not None and self.op.pushes else None
-        if is_last_use and not plan.case.error_freed_first:
-            self._use_error(gradients)
+        out = self.push(plan) if case.carried is not None and self.op.pushes else None
         if is_last_use:
+            if not case.error_freed_first:
+                self._use_error(gradients)
             self.t, self.s = [None] * len(self.t), None
         return out
 
@@ -100,7 +102,8 @@ class Propagation:
         self.t, self.s = [None] * len(self.t), None
 
     def _use_error(self, gradients: Gradients) -> None:
-        self.add_gradients(gradients)
+        if self.op.weights:
+            self.add_gradients(gradients)
         self.d, self.weight_grads = [None] * len(self.d), []
 
     def _pull(self, lin: Linearization, r: Tensor | None, gradients: Gradients, wanted: bool) -> Tensor | None:

@@ -6,7 +6,8 @@ their mean losses, in which a sample has the weight w = 1 / (R n): 1 / B, B coun
 ranks have equally many. Pass 3 is that of the same l. Its errors are w d_i, which come out of the rank's own mean loss
 and the averaging; it starts from dl/dx_i = w dl_i/dx_i, a rank's own dl/dx over R, with reduction="batch", and from
 dl_i/dx_i, n times a rank's own dl/dx, with reduction="sample" and with strength. No rank needs to know how many samples
-the others have, and nothing is communicated but the gradients.
+the others have, and nothing is communicated but the gradients and, where the model has `nn.SyncBatchNorm`, its sums
+(`rules/sync_batch_norm.py`): l is then not a sum of the ranks' losses, each of its own samples, but the same holds.
 
 With batch_size=B every sample has the weight 1 / B instead, whatever the ranks and micro-batches that it is divided
 among: a rank then computes the gradient of R / B times the sum of its samples' losses.
@@ -62,11 +63,6 @@ def check_parallel(model: nn.Module) -> None:
     for module in model.modules():
         if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
             raise NotImplementedError("three passes do not support FullyShardedDataParallel; use fully_shard (FSDP2)")
-        if isinstance(module, nn.SyncBatchNorm) and module.training and dist.get_world_size(module.process_group) > 1:
-            raise NotImplementedError(
-                "SyncBatchNorm in training mode makes each rank's output depend on the samples of all ranks, and three "
-                "passes run on each rank alone: use BatchNorm without synchronisation, or call its eval()"
-            )
         if isinstance(module, DistributedDataParallel):
             _check_recorded(module)
 

@@ -9,7 +9,7 @@ from ..errors import LeftOutWarning, NormalizationWarning, warn_caller
 from ..tape.checkpointed import Block
 from ..tape.operation import Operation
 
-_NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm")
+_NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm", "SyncBatchNorm")
 
 
 _warned: "weakref.WeakKeyDictionary[nn.Module, set[type[Warning]]]" = weakref.WeakKeyDictionary()

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._torch_compat import tree_map
+from .._torch_compat import tree_leaves, tree_map
 
 Key = str | int
 Wrt = Key | tuple[Key, ...] | None
@@ -47,7 +47,7 @@ def check_wrt(x: Any, wrt: Wrt) -> None:
 def map_inputs(x: Any, wrt: Wrt, fn: Callable[[Tensor], Any]) -> Any:
     """x with fn applied to the tensors that count as the input, in the order of x."""
     if wrt is None:
-        return tree_map(lambda z: fn(z) if is_float(z) else z, x)
+        return map_leaves(lambda z: fn(z) if is_float(z) else z, x)
     chosen = _keys(wrt)
     replaced = {key: fn(z) if key in chosen else z for key, z in _entries(x).items()}
     return replaced if isinstance(x, Mapping) else tuple(replaced.values())
@@ -63,10 +63,20 @@ def like_inputs(x: Any, wrt: Wrt, tensors: list[Tensor]) -> Any:
     """One tensor for each of `inputs_of(x, wrt)`, in the structure of the gradients."""
     rest = iter(tensors)
     if wrt is None:
-        return tree_map(lambda z: next(rest) if is_float(z) else None, x)
+        return map_leaves(lambda z: next(rest) if is_float(z) else None, x)
     chosen = _keys(wrt)
     named = {key: next(rest) for key in _entries(x) if key in chosen}
     return {key: named[key] for key in wrt} if isinstance(wrt, tuple) else named[wrt]
+
+
+def map_leaves(fn: Callable[[Any], Any], x: Any) -> Any:
+    """`tree_map`, at once where x is a tensor."""
+    return fn(x) if isinstance(x, Tensor) else tree_map(fn, x)
+
+
+def leaves_of(x: Any) -> list[Any]:
+    """`tree_leaves`, at once where x is a tensor."""
+    return [x] if isinstance(x, Tensor) else tree_leaves(x)
 
 
 def is_float(z: Any) -> bool:

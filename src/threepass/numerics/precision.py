@@ -16,7 +16,7 @@ in fp16 t underflows. So wherever an operation ran in a half format
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -42,6 +42,11 @@ def weights_dtype(parameters: Iterable[Tensor]) -> torch.dtype:
 @functools.cache
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def as_dtype(z: Tensor, dtype: torch.dtype) -> Tensor:
+    """z.to(dtype), several times as fast where there is nothing to convert."""
+    return z if z.dtype == dtype else z.to(dtype)
 
 
 def kept(z: Tensor) -> Tensor:
@@ -87,11 +92,22 @@ def error_gain(half: set[torch.dtype], batch_size: float) -> float:
 
 
 def start(
-    dx: list[Tensor], c: float | Tensor, gain: float | Tensor, half: set[torch.dtype]
+    dx: list[Tensor],
+    c: float | Tensor,
+    gain: float | Tensor,
+    half: set[torch.dtype],
+    over_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[list[Tensor], float | Tensor]:
-    """t_0, and what pass 3's gradients are then to be multiplied by; `gain`: of the errors, and so of dx."""
+    """t_0, and what pass 3's gradients are then to be multiplied by.
+
+    gain: of the errors, and so of dx; over_ranks: the largest value of several ranks, where their scales have to agree.
+    """
     if not half:
         factor = c / gain
         return [g * factor if isinstance(factor, Tensor) or factor != 1 else g for g in dx], 1 / gain
-    size = power_of_two(torch.stack([g.abs().max().float() for g in dx]).max())
+    largest = torch.stack([g.abs().max().float() for g in dx]).max()
+    if over_ranks is not None:
+        largest, whole = over_ranks(torch.stack([largest, largest.new_tensor(c)]))
+        dx, c = [(g.float() * (c / whole)).to(g.dtype) for g in dx], whole
+    size = power_of_two(largest)
     return [(g.float() / size).to(g.dtype) for g in dx], c * size / gain**2

@@ -1,6 +1,18 @@
 """How signals are propagated through an operation: fast rules by family, and the generic rule for everything else."""
 
-from . import activation, affine, attention, indexing, norm, pointwise, views
+from . import activation, affine, attention, indexing, norm, pointwise, product, sync_batch_norm, views
 from .table import Linearization, rule
 
-__all__ = ["Linearization", "activation", "affine", "attention", "indexing", "norm", "pointwise", "rule", "views"]
+__all__ = [
+    "Linearization",
+    "activation",
+    "affine",
+    "attention",
+    "indexing",
+    "norm",
+    "pointwise",
+    "product",
+    "rule",
+    "sync_batch_norm",
+    "views",
+]

@@ -22,9 +22,19 @@ _aten = torch.ops.aten
 @rule(torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, reads="u", flat=True)
 def relu(u: Tensor, a: Tensor) -> Linearization:
     def masked(s: Tensor) -> Tensor:
-        return _aten.threshold_backward(s, u, 0)
+        return _aten.threshold_backward.default(s, u, 0)
 
     return Linearization(push=masked, pull=masked, mix=lambda m, back: masked(m))
+
+
+@rule(_torch_compat.leaky_relu, _torch_compat.leaky_relu_, reads="u", flat=True)
+def leaky_relu(u: Tensor, a: Tensor, negative_slope: float = 0.01) -> Linearization:
+    """The sign of u is that of a: pass 1 runs negative slopes as another function."""
+
+    def sloped(s: Tensor) -> Tensor:
+        return _aten.leaky_relu_backward(s, u.to(s.dtype), negative_slope, True)  # u may be its sign alone
+
+    return Linearization(push=sloped, pull=sloped, mix=lambda m, back: sloped(m))
 
 
 @rule(torch.tanh, torch.tanh_, Tensor.tanh, Tensor.tanh_, reads="u")

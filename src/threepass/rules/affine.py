@@ -4,6 +4,7 @@ The signal is a itself, `push` is the layer without its bias, `pull` its transpo
 is the weight's gradient: d (x) a in pass 2, d (x) t in pass 3, d (x) mix for both at once.
 """
 
+import functools
 from functools import partial
 
 import torch
@@ -12,27 +13,49 @@ from torch.nn import functional as F
 
 from ..kernels import conv as conv_kernels
 from ..kernels.conv import Geometry
+from ..numerics.precision import as_dtype
 from .table import Linearization, rule
 
 _aten = torch.ops.aten
 
 
-@rule(F.linear)
+def linear_by_rows(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear as one matrix product, of a copy of a where its rows are not evenly spaced.
+
+    F.linear itself multiplies such an a (a transposed batch, as in nn.MultiheadAttention) slice by slice, unless the
+    weight requires grad, which those of a step do not: many small products take longer.
+    """
+    return F.linear(a.reshape(-1, a.shape[-1]), weight, bias).view(*a.shape[:-1], -1)
+
+
+linear_by_rows.__name__ = "linear"  # in messages and tables, the user's operation
+
+
+def has_uneven_rows(a: Tensor, weight: Tensor) -> bool:
+    return a.dim() > 2 and weight.dim() == 2 and not a.is_contiguous()
+
+
+def _linear(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return (linear_by_rows if has_uneven_rows(a, weight) else F.linear)(a, weight, bias)
+
+
+@rule(F.linear, linear_by_rows)
 def linear(u: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Linearization | None:
     """u = a Wᵀ + b, with a: (..., i), W: (o, i), b: (o), u: (..., o)."""
     if weight.dim() != 2 or u.is_complex():
         return None
-    w = weight.to(u.dtype)
+    dtype = u.dtype
+    w = as_dtype(weight, dtype)
 
     def rows(z: Tensor) -> Tensor:
-        return z.reshape(-1, z.shape[-1])
+        return z if z.dim() == 2 else z.reshape(-1, z.shape[-1])
 
     return Linearization(
-        signal=a.detach().to(u.dtype),
-        tangent=lambda t: t.to(u.dtype),
-        push=lambda s: F.linear(s, w),
-        mix=lambda m, back: F.linear(m.to(u.dtype), w, _times(back, bias, u.dtype)),
-        pull=lambda d: (d @ w).to(a.dtype),
+        signal=as_dtype(a, dtype),
+        tangent=lambda t: as_dtype(t, dtype),
+        push=lambda s: _linear(s, w),
+        mix=lambda m, back: _linear(as_dtype(m, dtype), w, _times(back, bias, dtype)),
+        pull=lambda d: as_dtype(_linear(d, w.mT), a.dtype),
         grad={weight: lambda d, s: rows(d).mT @ rows(s)},
         add={} if bias is None else {bias: lambda d: rows(d).sum(0)},
     )
@@ -48,7 +71,7 @@ def addmm(u, bias, a, weight, *, beta=1, alpha=1, active) -> Linearization | Non
         signal=a.detach().to(u.dtype),
         tangent=lambda t: t.to(u.dtype),
         push=lambda s: s @ w,
-        mix=lambda m, back: F.linear(m.to(u.dtype), w.mT, _times(back, bias, u.dtype)),
+        mix=lambda m, back: torch.addmm(_scaled(bias, back).to(u.dtype), m.to(u.dtype), w),
         pull=lambda d: (d @ w.mT).to(a.dtype),
         grad={weight: lambda d, s: s.mT @ d},
         add={bias: lambda d: d.sum(0)},
@@ -58,16 +81,22 @@ def addmm(u, bias, a, weight, *, beta=1, alpha=1, active) -> Linearization | Non
 @rule(torch.conv1d, torch.conv2d, torch.conv3d)
 def conv(u, a, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) -> Linearization | None:
     """u = W * a + b, with a: (n, i, ...), W: (o, i / groups, k...), b: (o), u: (n, o, ...)."""
-    dims = weight.dim() - 2
-    dilation = _per_dim(dilation, dims)
+    how = _geometry(weight.shape[2:], *map(_fixed, (stride, padding, dilation)), groups)
+    return None if how is None else _convolution(u, a, weight, bias, how)
+
+
+@functools.lru_cache(maxsize=4096)
+def _geometry(kernel: torch.Size, stride, padding, dilation, groups: int) -> Geometry | None:
+    """What the arguments of `conv` mean; it is a function of nothing else, so that it can be kept from call to call."""
+    each = partial(_per_dim, dims=len(kernel))
+    dilation = each(dilation)
     if padding == "same":
-        total = [r * (k - 1) for r, k in zip(dilation, weight.shape[2:], strict=True)]
+        total = [r * (k - 1) for r, k in zip(dilation, kernel, strict=True)]
         if any(p % 2 for p in total):
             return None
         padding = [p // 2 for p in total]
     padding = 0 if padding == "valid" else padding
-    each = partial(_per_dim, dims=dims)
-    return _convolution(u, a, weight, bias, Geometry(each(stride), each(padding), dilation, False, each(0), groups))
+    return Geometry(each(stride), each(padding), dilation, False, each(0), groups)
 
 
 @rule(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
@@ -83,18 +112,19 @@ def conv_transpose(
 def _convolution(u, a, weight, bias, how: Geometry) -> Linearization | None:
     if a.dim() != weight.dim() or u.is_complex():  # one sample without a batch dimension
         return None
-    w = weight.to(u.dtype)
-    signal = a.detach().to(u.dtype)
+    dtype = u.dtype
+    w = as_dtype(weight, dtype)
+    signal = as_dtype(a, dtype)
 
     def backward(d: Tensor, s: Tensor, *mask: bool) -> tuple[Tensor, ...]:
-        return _aten.convolution_backward(d, s, w, None, *how, mask)
+        return _aten.convolution_backward.default(d, s, w, None, *how, mask)
 
     return Linearization(
         signal=signal,
-        tangent=lambda t: t.to(u.dtype),
-        push=lambda s: _aten.convolution(s, w, None, *how),
-        mix=lambda m, back: _aten.convolution(m.to(u.dtype), w, _times(back, bias, u.dtype), *how),
-        pull=lambda d: backward(d, signal, True, False, False)[0].to(a.dtype),
+        tangent=lambda t: as_dtype(t, dtype),
+        push=lambda s: torch.convolution(s, w, None, *how),
+        mix=lambda m, back: torch.convolution(as_dtype(m, dtype), w, _times(back, bias, dtype), *how),
+        pull=lambda d: as_dtype(backward(d, signal, True, False, False)[0], a.dtype),
         grad={weight: lambda d, s: backward(d, s, False, True, False)[1]},
         add={} if bias is None else {bias: lambda d: d.sum([0, *range(2, d.dim())])},
         cheap=lambda: conv_kernels.pays(signal, w, u, how),
@@ -102,9 +132,16 @@ def _convolution(u, a, weight, bias, how: Geometry) -> Linearization | None:
 
 
 def _times(back, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if bias is None:
-        return None
-    return (bias if isinstance(back, float) and back == 1 else back * bias).to(dtype)
+    return None if bias is None else as_dtype(_scaled(bias, back), dtype)
+
+
+def _scaled(bias: Tensor, back) -> Tensor:
+    return bias if isinstance(back, float) and back == 1 else back * bias
+
+
+def _fixed(value):
+    """An argument as something that can be hashed."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _per_dim(value, dims: int) -> list[int]:

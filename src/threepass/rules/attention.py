@@ -18,6 +18,7 @@ chip (`kernels/attention`); here they are written out, for every other call.
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,24 +37,31 @@ def attention(
     """q: (..., l, n), k: (..., m, n), v: (..., m, o), u: (..., l, o)."""
     if dropout_p > 0 or enable_gqa:
         return None
-    values = q.detach().to(u.dtype), k.detach().to(u.dtype), v.detach().to(u.dtype)
+    at = Heads(*_to(u.dtype, (q.detach(), k.detach(), v.detach())))
     scores = Scores(1 / math.sqrt(q.shape[-1]) if scale is None else scale, is_causal, attn_mask)
-    fused = _fits_kernels(*values, scores)
+    fused = _fits_kernels(at, scores)
 
     def push(*t: Tensor | None) -> Tensor:
-        t_q, t_k, t_v = _to(u.dtype, t)
+        along = Heads(*_to(u.dtype, t))
         if fused:
-            return _fused_tangent(u, *values, t_q, t_k, t_v, scores)
-        t_u = tangent(*values, t_q, t_k, t_v, scores)
+            return _fused_tangent(u, at, along, scores)
+        t_u = tangent(at, along, scores)
         return torch.zeros_like(u, device=q.device) if t_u is None else t_u
 
     def bend(r: Signal, d: Signal, t: Signal) -> Signal:
-        t_q, t_k, t_v = _to(u.dtype, t)
         d_u, r_u = _to(u.dtype, (*d, *r))
-        bent = (_fused_bend if fused else curved)(*values, t_q, t_k, t_v, d_u, r_u, scores)
+        bent = (_fused_bend if fused else curved)(at, Heads(*_to(u.dtype, t)), d_u, r_u, scores)
         return [None if s is None else s.sum_to_size(z.shape).to(z.dtype) for s, z in zip(bent, (q, k, v), strict=True)]
 
     return Linearization(push=push, bend=bend)
+
+
+class Heads(NamedTuple):
+    """q, k and v, or their tangents, of which those that are zero may be None."""
+
+    q: Any
+    k: Any
+    v: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,31 +81,31 @@ class Scores:
         return safe_softmax(s, -1)
 
 
-def tangent(q, k, v, t_q, t_k, t_v, scores: Scores) -> Tensor | None:
+def tangent(at: Heads, t: Heads, scores: Scores) -> Tensor | None:
     """t_u; a tangent that is None is zero."""
-    p = scores.softmax(q, k)
-    return _sum(_product(p, t_v), _product(_tangent_of_softmax(p, q, k, t_q, t_k, scores), v))
+    p = scores.softmax(at.q, at.k)
+    return _sum(_product(p, t.v), _product(_tangent_of_softmax(p, at, t, scores), at.v))
 
 
-def curved(q, k, v, t_q, t_k, t_v, d, r, scores: Scores) -> Signal:
+def curved(at: Heads, t: Heads, d: Tensor | None, r: Tensor | None, scores: Scores) -> Signal:
     """R{d} of q, k and v; what is None of the tangents, d and r is zero."""
-    p = scores.softmax(q, k)
-    t_p = _tangent_of_softmax(p, q, k, t_q, t_k, scores)
-    d_p = _centred(p, _product(d, v.mT))
-    r_p = _centred(p, _sum(_product(r, v.mT), _product(d, _turned(t_v))))
+    p = scores.softmax(at.q, at.k)
+    t_p = _tangent_of_softmax(p, at, t, scores)
+    d_p = _centred(p, _product(d, at.v.mT))
+    r_p = _centred(p, _sum(_product(r, at.v.mT), _product(d, _turned(t.v))))
     d_s = None if d_p is None else p * d_p
     r_s = None if r_p is None else p * r_p
     if t_p is not None and d_p is not None:  # rowsum(t_P) = 0, so that R{D} may take d_P - D for d_P
         bent = t_p * d_p
         r_s = _sum(r_s, bent - p * bent.sum(-1, keepdim=True))
     r_v = _sum(_product(_turned(t_p), d), _product(_turned(p), r))
-    r_q = _sum(_product(r_s, k), _product(d_s, t_k))
-    r_k = _sum(_product(_turned(r_s), q), _product(_turned(d_s), t_q))
+    r_q = _sum(_product(r_s, at.k), _product(d_s, t.k))
+    r_k = _sum(_product(_turned(r_s), at.q), _product(_turned(d_s), t.q))
     return [None if r_q is None else r_q * scores.scale, None if r_k is None else r_k * scores.scale, r_v]
 
 
-def _tangent_of_softmax(p, q, k, t_q, t_k, scores: Scores) -> Tensor | None:
-    t_s = _centred(p, _sum(_product(t_q, k.mT), _product(q, _turned(t_k))))
+def _tangent_of_softmax(p: Tensor, at: Heads, t: Heads, scores: Scores) -> Tensor | None:
+    t_s = _centred(p, _sum(_product(t.q, at.k.mT), _product(at.q, _turned(t.k))))
     return None if t_s is None else p * t_s * scores.scale
 
 
@@ -125,7 +133,8 @@ def _to(dtype: torch.dtype, signals) -> Signal:
     return [None if s is None else s.to(dtype) for s in signals]
 
 
-def _fits_kernels(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> bool:
+def _fits_kernels(at: Heads, scores: Scores) -> bool:
+    q, k, v = at
     return (
         q.is_cuda
         and scores.mask is None
@@ -149,19 +158,19 @@ def _widest_head(device: torch.device, dtype: torch.dtype) -> int:
     return 128 if dtype != torch.float32 and room >= 160 * 1024 else 64
 
 
-def _fused_tangent(u, q, k, v, t_q, t_k, t_v, scores: Scores) -> Tensor:
+def _fused_tangent(u: Tensor, at: Heads, t: Heads, scores: Scores) -> Tensor:
     by_token = u.dim() == 4 and u.stride(1) < u.stride(2)
-    operands = map(_with_heads, (q, k, v, t_q, t_k, t_v))
+    operands = map(_with_heads, (*at, *t))
     return attention_tangent(*operands, scores.scale, scores.causal, _float32_products(), by_token).view(u.shape)
 
 
-def _fused_bend(q, k, v, t_q, t_k, t_v, d, r, scores: Scores) -> Signal:
-    by_token = q.dim() == 4 and q.stride(1) < q.stride(2)
+def _fused_bend(at: Heads, t: Heads, d: Any, r: Any, scores: Scores) -> Signal:
+    by_token = at.q.dim() == 4 and at.q.stride(1) < at.q.stride(2)
     if d is None:
         d = torch.zeros_like(r)
-    operands = map(_with_heads, (q, k, v, t_q, t_k, t_v, d, r))
+    operands = map(_with_heads, (*at, *t, d, r))
     bent = attention_bend(*operands, scores.scale, scores.causal, _float32_products(), by_token)
-    return [s.view(z.shape) for s, z in zip(bent, (q, k, v), strict=True)]
+    return [s.view(z.shape) for s, z in zip(bent, at, strict=True)]
 
 
 def _with_heads(z: Tensor | None) -> Tensor | None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import CaptureError
+from ..numerics.precision import as_dtype
 from .linearity import commutes_with_tangent, is_affine
 from .table import has_symbolic_shape, is_users, key_of
 
@@ -60,9 +61,11 @@ def _takes_signals_alone(op) -> bool:
 
 def _on_tangents(op, t: Signal) -> Signal:
     """The operation on the tangents in place of the arguments; of a tensor that has none, on zeros."""
-    values = [torch.zeros_like(v) if isinstance(v, Tensor) else v for v in op.values]
-    for (i, _), s in zip(op.active, t, strict=True):
-        values[i] = values[i] if s is None else s.to(values[i].dtype)
+    values = list(op.values)
+    given = {i: s for (i, _), s in zip(op.active, t, strict=True) if s is not None}
+    for i, v in enumerate(values):
+        if isinstance(v, Tensor):
+            values[i] = as_dtype(given[i], v.dtype) if i in given else torch.zeros_like(v)
     with torch.no_grad():
         return list(op.call(values))
 

@@ -83,5 +83,12 @@ def scatter_add(u: Tensor, a: Tensor, dim: int, index: Tensor, src: Tensor) -> L
     return Linearization(push=push, bend=pull)
 
 
+@rule(torch.scatter_reduce, Tensor.scatter_reduce, Tensor.scatter_reduce_, arity=4)
+def scatter_reduce(
+    u: Tensor, a: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
+) -> Linearization | None:
+    return scatter_add(u, a, dim, index, src) if reduce == "sum" and include_self else None
+
+
 def _times(factor: float, z: Tensor) -> Tensor:
     return z if factor == 1 else factor * z

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._torch_compat import batch_norm_backward, batch_norm_forward
+from .._torch_compat import batch_norm_backward, batch_norm_forward, is_traced
 from ..kernels import norm
 from ..numerics.precision import accumulate_dtype
 from .table import Linearization, Tap, has_symbolic_shape, rule
@@ -66,7 +66,7 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx, d):
         a, weight, mean, rstd, reserve = ctx.saved_tensors
         (kind, eps), mask = ctx.how, list(ctx.needs_input_grad[:3])
-        w = norm.not_zero(weight)
+        w = _nudged(weight) if _is_native(a, weight) else norm.not_zero(weight)
         if kind == _NATIVE or has_symbolic_shape(a):
             errors = _aten.native_batch_norm_backward(d, a, w, None, None, mean, rstd, True, eps, mask)
         else:
@@ -77,7 +77,7 @@ class _BatchNorm(torch.autograd.Function):
 @rule(torch.batch_norm, tap=_tap)
 def batch_norm(u, a, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled) -> Linearization:
     """Over the batch and positions of each channel; in eval mode a fixed affine map."""
-    dims, shape = _channels(a)
+    dims, shape = channels(a)
     if _at_input(a, weight, training):
         return _norm_at_input(u, a, weight, bias, eps)
     if training:
@@ -89,13 +89,15 @@ def batch_norm(u, a, weight, bias, running_mean, running_var, training, momentum
         tangent=lambda t: t * scale,
         push=lambda s: _scale(s, None if weight is None else weight.view(shape), u.dtype),
         pull=lambda d: (d * full).to(a.dtype),
-        **_affine(weight, bias, dims),
+        **affine_gradients(weight, bias, dims),
     )
 
 
 @rule(torch.layer_norm)
 def layer_norm(u, a, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True) -> Linearization:
     """Over the last dimensions of each position."""
+    if _is_native(a, weight):
+        return _native_layer_norm(a, list(normalized_shape), weight, bias, eps)
     return _norm(u, a, weight, bias, _last(a, normalized_shape), eps)
 
 
@@ -121,7 +123,7 @@ def group_norm(u, a, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled
 @rule(torch.instance_norm)
 def instance_norm(u, a, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled):
     """Over the positions of each channel of each sample."""
-    dims, shape = _channels(a)
+    dims, shape = channels(a)
     return _norm(u, a, weight, bias, _Axes(dims[1:], dims, shape), eps) if use_input_stats else None
 
 
@@ -169,7 +171,9 @@ def _group(a: Tensor, dims: list[int], eps: float, centred: bool = True) -> _Gro
 
 def _norm_at_input(u, a, weight, bias, eps) -> Linearization:
     """Batch norm, with d the error of a."""
-    dims, shape = _channels(a)
+    if _is_native(a, weight):
+        return _native_norm_at_input(a, weight, bias, eps)
+    dims, shape = channels(a)
     group = _group(a, dims, eps)
     w = None if weight is None else weight.view(shape)
     dtype, count = group.rstd.dtype, a.numel() // a.shape[1]
@@ -184,7 +188,67 @@ def _norm_at_input(u, a, weight, bias, eps) -> Linearization:
         pull=lambda r: _scale(norm.jacobian(r, *group), w, dtype),
         curve=curve,
         third={} if weight is None else {weight: lambda d, t: norm.scale_gradient_at_input(d, t, weight, dims)},
-        **_affine(weight, bias, dims),
+        **affine_gradients(weight, bias, dims),
+    )
+
+
+def _is_native(a: Tensor, weight: Tensor | None) -> bool:
+    """Whether PyTorch's own kernels take the place of the formulas, in an eager step: they are few launches.
+
+    The backward of a norm is J (w d), and J is symmetric, so that it computes tangents too. In half formats it would
+    round what the formulas keep in float32. A captured step has the formulas, for its compiler.
+    """
+    is_wide = a.dtype in (torch.float32, torch.float64) and (weight is None or weight.dtype == a.dtype)
+    return is_wide and type(a) is Tensor and a.numel() > 0 and not is_traced()
+
+
+def _nudged(weight: Tensor) -> Tensor:
+    """As `norm.not_zero`, by one launch: a scale of any other size than a tiny one's is the same after rounding."""
+    return weight + norm.TINY
+
+
+def _native_norm_at_input(a: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Linearization:
+    """`_norm_at_input` by PyTorch's kernels."""
+    dims, shape = channels(a)
+    x_hat, mean, rstd = torch.native_batch_norm(a, None, None, None, None, True, 0.0, eps)
+    count = a.numel() // a.shape[1]
+
+    def weighted_jacobian(z: Tensor) -> Tensor:
+        mask = [True, False, False]
+        return _aten.native_batch_norm_backward.default(z, a, weight, None, None, mean, rstd, True, eps, mask)[0]
+
+    def curve(d: Tensor, t: Tensor, scale: Tensor, *_: Any) -> Tensor:
+        along = (scale if weight is None else scale * weight).view(shape) / count
+        return norm.curved_at_input(d, t, along, x_hat, rstd.view(shape), dims, True)
+
+    return Linearization(
+        signal=x_hat,
+        push=weighted_jacobian,
+        pull=weighted_jacobian,
+        curve=curve,
+        third={} if weight is None else {weight: lambda d, t: (d * t).sum(dims) / _nudged(weight)},
+        **affine_gradients(weight, bias, dims),
+    )
+
+
+def _native_layer_norm(
+    a: Tensor, normalized: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Linearization:
+    """Layer norm by PyTorch's kernels, with d the error of u."""
+    axes = _last(a, normalized)
+    x_hat, mean, rstd = torch.native_layer_norm(a, normalized, None, None, eps)
+
+    def jacobian(z: Tensor, w: Tensor | None = None) -> Tensor:
+        mask = [True, False, False]
+        return _aten.native_layer_norm_backward.default(z, a, normalized, mean, rstd, w, bias, mask)[0]
+
+    return Linearization(
+        signal=x_hat,
+        tangent=jacobian,
+        push=lambda s: s if weight is None else s * weight,
+        pull=lambda r: jacobian(r, weight),
+        curve=lambda d, t: norm.curved(d, t, weight, x_hat, rstd, axes.dims, True),
+        **affine_gradients(weight, bias, axes.summed),
     )
 
 
@@ -205,11 +269,11 @@ def _norm(u, a, weight, bias, axes: _Axes, eps: float) -> Linearization:
         push=lambda s: joined(_scale(s, w, u.dtype)),
         pull=lambda r: joined(norm.pulled(split(r), w, *group)),
         curve=lambda d, t: joined(norm.curved(split(d), split(t), w, *group)),
-        **_affine(weight, bias, axes.summed, split),
+        **affine_gradients(weight, bias, axes.summed, split),
     )
 
 
-def _channels(a: Tensor) -> tuple[list[int], list[int]]:
+def channels(a: Tensor) -> tuple[list[int], list[int]]:
     """All dimensions but the channels', and the shape of a tensor of channels beside a."""
     return [0, *range(2, a.dim())], [1, -1] + [1] * (a.dim() - 2)
 
@@ -218,7 +282,9 @@ def _scale(s: Tensor, w: Tensor | None, dtype: torch.dtype) -> Tensor:
     return s.to(dtype) if w is None else norm.scaled(s, w, dtype)
 
 
-def _affine(weight, bias, summed: list[int], split: Callable[[Tensor], Tensor] = lambda z: z) -> dict[str, Any]:
+def affine_gradients(
+    weight, bias, summed: list[int], split: Callable[[Tensor], Tensor] = lambda z: z
+) -> dict[str, Any]:
     """The gradients of scale and shift: sums over every dimension that they are broadcast along."""
 
     def total(d: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Sums, products, powers, exponentials and lengths: what radial bases, filters and positional encodings are made of."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -26,6 +27,14 @@ def sub(
     return None if u.is_complex() else _weighted_sum(u, (a, other), (1, -alpha), active)
 
 
+@rule(torch.rsub, arity=2, flat=True)
+def rsub(
+    u: Tensor, a: Tensor, other: Tensor | float, *, alpha: float = 1, active: Sequence[int] = (0,)
+) -> Linearization | None:
+    """u = b - alpha a, as 1 - a is"""
+    return None if u.is_complex() else _weighted_sum(u, (a, other), (-alpha, 1), active)
+
+
 def _weighted_sum(
     u: Tensor, terms: Sequence[Tensor | float], factors: Sequence[float], active: Sequence[int]
 ) -> Linearization:
@@ -33,7 +42,7 @@ def _weighted_sum(
 
     def push(t_a: Tensor | None, t_b: Tensor | None = None) -> Tensor:
         if t_a is not None and t_b is not None:
-            return torch.add(t_a, t_b, alpha=factors[1]).to(u.dtype)
+            return torch.add(_times(factors[0], t_a), t_b, alpha=factors[1]).to(u.dtype)
         t, factor = (t_a, factors[0]) if t_b is None else (t_b, factors[1])
         assert t is not None  # one of the arguments has a tangent
         return _times(factor, t).to(u.dtype).expand(u.shape)
@@ -164,6 +173,26 @@ def sqrt(u: Tensor, a: Tensor) -> Linearization:
     return smooth(lambda s: s / (2 * u.conj()), u, lambda u: -0.25 / u**3)
 
 
+@rule(torch.rsqrt, Tensor.rsqrt)
+def rsqrt(u: Tensor, a: Tensor) -> Linearization | None:
+    return power(u, a, -0.5)
+
+
+@rule(torch.reciprocal, Tensor.reciprocal)
+def reciprocal(u: Tensor, a: Tensor) -> Linearization | None:
+    return power(u, a, -1)
+
+
+@rule(torch.log, Tensor.log)
+def log(u: Tensor, a: Tensor) -> Linearization:
+    return smooth(lambda s: s / a.conj(), a, lambda a: -1 / (a * a))
+
+
+@rule(torch.abs, Tensor.abs)
+def absolute(u: Tensor, a: Tensor) -> Linearization | None:
+    return None if a.is_complex() else Linearization(push=lambda t: t * a.sgn(), pull=lambda r: r * a.sgn())
+
+
 @rule(torch.square, Tensor.square)
 def square(u: Tensor, a: Tensor) -> Linearization | None:
     return power(u, a, 2)
@@ -183,6 +212,14 @@ def _monomial(factor: float, n: float, a: Tensor) -> Tensor:
     if factor == 0:
         return torch.zeros_like(a)
     return factor * (torch.ones_like(a) if n == 0 else a if n == 1 else a**n)
+
+
+@rule(torch.linalg.norm)
+def norm(u: Tensor, a: Tensor, ord=None, dim=None, keepdim: bool = False, *, dtype=None) -> Linearization | None:
+    """Of vectors; norms of matrices are left to the generic rule."""
+    if ord not in (None, 2) or (ord == 2 and not isinstance(dim, int) and a.dim() != 1):
+        return None
+    return vector_norm(u, a, 2, dim, keepdim, dtype=dtype)
 
 
 @rule(torch.linalg.vector_norm)
@@ -205,4 +242,28 @@ def vector_norm(
         push=lambda t: along(t).reshape(u.shape),
         pull=lambda r: r.reshape(shape) * n,
         curve=lambda d, t: (d.reshape(shape) * inverse) * (t - n * along(t)),
+    )
+
+
+@rule(torch.std, Tensor.std)
+def std(
+    u: Tensor, a: Tensor, dim=None, unbiased: bool = True, keepdim: bool = False, *, correction: int | None = None
+) -> Linearization | None:
+    """u = |a - mean| / sqrt(n - correction), with the mean and the n numbers along `dim`."""
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    dims = list(range(a.dim())) if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    count = math.prod(a.shape[k] for k in dims) - (int(unbiased) if correction is None else correction)
+
+    def centred(z: Tensor) -> Tensor:
+        return z - z.mean(dims, keepdim=True)
+
+    length = vector_norm(u, centred(a), 2, dims, keepdim) if a.numel() and count > 0 else None
+    if length is None or length.pull is None or length.curve is None:
+        return None
+    push, pull, curve, scale = length.push, length.pull, length.curve, count**-0.5
+    return Linearization(
+        push=lambda t: scale * push(centred(t)),
+        pull=lambda r: scale * pull(r),  # has mean 0 already
+        curve=lambda d, t: scale * curve(d, centred(t)),
     )

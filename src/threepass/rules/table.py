@@ -12,6 +12,7 @@ differentiate twice. A rule exists because a benchmark showed that it is faster.
 """
 
 import inspect
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from .._torch_compat import OpOverload, OpOverloadPacket, overload_of
 
+IN_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)
 Signal = list[Tensor | None]
 
 
@@ -158,8 +160,20 @@ def key_of(func: Any) -> Any:
     return owner if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) else func
 
 
+_names: dict[Any, str] = {}  # of functions and methods that are written in C++: their names are fixed
+
+
 def name_of(func: Any) -> str:
     """The operation's name, for messages."""
+    name = _names.get(func)
+    if name is None:
+        name = _find_name(func)
+        if isinstance(func, IN_C):
+            _names[func] = name
+    return name
+
+
+def _find_name(func: Any) -> str:
     key = key_of(func)
     if isinstance(key, OpOverloadPacket):
         return str(key)

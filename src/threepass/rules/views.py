@@ -1,14 +1,19 @@
-"""Operations that rearrange or sum the entries of one tensor: linear, so that a signal takes the way of the values."""
+"""Operations that rearrange, join or sum entries of tensors: linear, so that a signal takes the way of the values."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from .table import Linearization, rule
+from .table import Linearization, Signal, rule
+
+MOST = 64  # tensors that a rule joins
 
 
 @rule(
     torch.reshape, Tensor.reshape, Tensor.view, torch.flatten, Tensor.flatten, torch.squeeze, Tensor.squeeze,
-    torch.unsqueeze, Tensor.unsqueeze, flat=True,
+    torch.unsqueeze, Tensor.unsqueeze, torch.unflatten, Tensor.unflatten, flat=True,
 )  # fmt: skip
 def reshape(u: Tensor, a: Tensor, *shape, **names) -> Linearization | None:
     """The same entries in another shape."""
@@ -30,9 +35,28 @@ def permute(u: Tensor, a: Tensor, *places, dims=None) -> Linearization:
     return Linearization(push=lambda t: t.permute(order), pull=lambda r: r.permute(back))
 
 
+@rule(torch.diagonal, Tensor.diagonal, flat=True)
+def diagonal(u: Tensor, a: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Linearization:
+    def pull(r: Tensor) -> Tensor:
+        return torch.diagonal_scatter(r.new_zeros(a.shape), r, offset, dim1, dim2)
+
+    return Linearization(push=lambda t: t.diagonal(offset, dim1, dim2), pull=pull)
+
+
 @rule(Tensor.expand, Tensor.expand_as, flat=True)
 def expand(u: Tensor, a: Tensor, *shape) -> Linearization:
     return Linearization(push=lambda t: t.expand(u.shape), pull=lambda r: r.sum_to_size(a.shape))
+
+
+@rule(Tensor.repeat, flat=True)
+def repeat(u: Tensor, a: Tensor, *counts) -> Linearization:
+    shape = [1] * (u.dim() - a.dim()) + list(a.shape)
+    apart = [n for size, whole in zip(shape, u.shape, strict=True) for n in (whole // max(size, 1), size)]
+
+    def pull(r: Tensor) -> Tensor:
+        return r.reshape(apart).sum(list(range(0, len(apart), 2))).reshape(a.shape)
+
+    return Linearization(push=lambda t: t.repeat(*counts), pull=pull)
 
 
 @rule(torch.neg, Tensor.neg, flat=True)
@@ -65,3 +89,81 @@ def _reduced(u: Tensor, a: Tensor, dim, factor: float) -> Linearization:
         return r.to(a.dtype).reshape(kept).expand(a.shape)
 
     return Linearization(push=push, pull=pull)
+
+
+@rule(torch.cat, torch.concat, torch.concatenate, arity=MOST, flat=True)
+def cat(u: Tensor, tensors: Sequence[Tensor], dim: int = 0, *, active: Sequence[int] = (0,)) -> Linearization | None:
+    if any(z.dim() != u.dim() for z in tensors):  # empty ones are left out
+        return None
+    ends = [0]
+    for z in tensors:
+        ends.append(ends[-1] + z.shape[dim])
+    pulls = [
+        partial(torch.narrow, dim=dim, start=start, length=z.shape[dim])
+        for start, z in zip(ends, tensors, strict=False)
+    ]
+    return _joined(u, tensors, lambda parts: torch.cat(parts, dim), pulls, active)
+
+
+@rule(torch.stack, arity=MOST, flat=True)
+def stack(u: Tensor, tensors: Sequence[Tensor], dim: int = 0, *, active: Sequence[int] = (0,)) -> Linearization:
+    pulls = [partial(torch.select, dim=dim, index=i) for i in range(len(tensors))]
+    return _joined(u, tensors, lambda parts: torch.stack(parts, dim), pulls, active)
+
+
+def _joined(
+    u: Tensor,
+    tensors: Sequence[Tensor],
+    join: Callable[[list[Tensor]], Tensor],
+    pulls: Sequence[Callable[[Tensor], Tensor]],
+    active: Sequence[int],
+) -> Linearization:
+    """pulls: for each tensor, its part of the error of u."""
+
+    def push(*t: Tensor | None) -> Tensor:
+        parts = [torch.zeros_like(z) if s is None else s for z, s in zip(tensors, t, strict=False)]
+        return join(parts).to(u.dtype)
+
+    return _linear(push, tensors, pulls, active)
+
+
+@rule(torch.where, arity=3, flat=True)
+def where(
+    u: Tensor, condition: Tensor, a: Tensor | float, b: Tensor | float, *, active: Sequence[int] = (1,)
+) -> Linearization:
+    def push(_: None, t_a: Tensor | None, t_b: Tensor | None) -> Tensor:
+        return torch.where(condition, 0 if t_a is None else t_a, 0 if t_b is None else t_b).to(u.dtype).expand(u.shape)
+
+    return _linear(push, [condition, a, b], _pulls_of_choice(condition, a, b), active)
+
+
+def _pulls_of_choice(condition: Tensor, a: Tensor | float, b: Tensor | float) -> list[Callable[[Tensor], Tensor]]:
+    def to_a(r: Tensor) -> Tensor:
+        assert isinstance(a, Tensor)
+        return torch.where(condition, r, 0).sum_to_size(a.shape).to(a)
+
+    def to_b(r: Tensor) -> Tensor:
+        assert isinstance(b, Tensor)
+        return torch.where(condition, 0, r).sum_to_size(b.shape).to(b)
+
+    return [torch.zeros_like, to_a, to_b]
+
+
+def _linear(
+    push: Callable[..., Tensor],
+    values: Sequence[Tensor | float],
+    pulls: Sequence[Callable[[Tensor], Tensor]],
+    active: Sequence[int],
+) -> Linearization:
+    """Linear in all arguments together; pulls: for each of them, its error from the error of u."""
+    if len(active) == 1:
+        rest = [(z, pull) for i, (z, pull) in enumerate(zip(values, pulls, strict=True)) if i != active[0]]
+        return Linearization(
+            push=push, pull=pulls[active[0]], add={z: pull for z, pull in rest if isinstance(z, Tensor)}
+        )
+
+    def bend(r: Signal, d: Signal, t: Signal) -> Signal:
+        error = r[0]
+        return [None if error is None or i not in active else pull(error) for i, pull in enumerate(pulls)]
+
+    return Linearization(push=push, bend=bend)

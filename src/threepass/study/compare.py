@@ -30,12 +30,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .._version import code_version
 from ..core.engine import run as three_passes
 from ..core.options import Options
 from ..errors import DivergedError
 from ..inspect.variances import variances
 from ..step import add_to_grad
-from ..train.checkpoint import code_version
 from ..train.config import Config
 from ..train.config_file import as_toml
 from ..train.data import Batches, DataSet, load

@@ -60,14 +60,10 @@ class ActivityTracker(FunctionInterceptor):
 
     def _register(self, z: Tensor) -> ActivationMeta:
         """Makes z active: attaches metadata to it, or its new history to the metadata that it has."""
-        storage = storage_of(z)
         meta = getattr(z, "_threepass", (None, None))[0]
         if meta is None or meta.token is not self._token or meta.shape != z.shape or meta.stride != z.stride():
-            size = z.untyped_storage().nbytes()
-            meta = ActivationMeta(
-                self._token, storage, size, z.shape, z.stride(), z.storage_offset(), z.dtype, z.device
-            )
-            self._aliases[storage].append(weakref.ref(z))
+            meta = ActivationMeta.of(z, self._token)
+            self._aliases[meta.storage].append(weakref.ref(z))
         setattr(z, "_threepass", (meta, z.grad_fn))  # noqa: B010
         self._computed.pop(id(z), None)
         return meta

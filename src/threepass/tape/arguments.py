@@ -6,16 +6,21 @@ from torch import Tensor
 
 from .._torch_compat import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+_NUMBERS = frozenset((int, float, bool))
+
 Shape = tuple[int, tuple[str, ...], TreeSpec | None]
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Shape]:
     """The arguments as a list; containers are flattened if any of them holds tensors."""
     values: list[Any] = [*args, *kwargs.values()]
-    if not any(isinstance(v, (list, tuple, dict)) for v in values):
+    for v in values:
+        if isinstance(v, (tuple, list, dict)) and (type(v) is not tuple or not _NUMBERS.issuperset(map(type, v))):
+            break  # it may hold tensors, or be changed by the caller
+    else:
         return values, (len(args), tuple(kwargs), None)
     values = [_copy_lists(v) for v in values]
-    if not any(_holds_tensors(v) for v in values):
+    if not any(map(_holds_tensors, values)):
         return values, (len(args), tuple(kwargs), None)
     flat, spec = tree_flatten(values)
     return flat, (len(args), tuple(kwargs), spec)

@@ -1,21 +1,24 @@
 """Interception of calls: all monkey-patching of PyTorch while a step runs or is traced.
 
 A `TorchFunctionMode` does not intercept `autograd.Function.apply`, nor calls inside TorchScript functions and inside
-torch functions that are written in Python: `intercepting_functions` and `python_body` change that.
+torch functions that are written in Python: `intercepting_functions` and `python_body` change that. Functions of
+`torch.nn.functional`, which most layers call, are not even shown to the mode, because that takes longer than many of
+them do: their own checks whether there is a mode say no. `nn.SyncBatchNorm` calls an `autograd.Function` that can be
+differentiated once, and on GPUs only: its forward is replaced by another.
 """
 
 import contextlib
 import functools
 import inspect
-import re
 import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction, noop_context_fn
 
@@ -24,14 +27,18 @@ from .._torch_compat import (
     checkpoint_generator,
     function_modes,
     function_modes_enabled,
-    get_proxy_mode,
+    innermost_function_mode,
+    is_traced,
+    leaky_relu,
     python_function_of,
     set_checkpoint_generator,
     set_trace_switches,
     trace_switches,
     tree_map,
 )
-from ..rules.table import name_of
+from ..rules import sync_batch_norm
+from ..rules.affine import has_uneven_rows, linear_by_rows
+from ..rules.product import einsum_in_pairs
 from .arguments import flatten, tensors_in, unflatten
 
 DROPOUT = {torch.dropout: torch.mul, torch.dropout_: Tensor.mul_,
@@ -39,7 +46,10 @@ DROPOUT = {torch.dropout: torch.mul, torch.dropout_: Tensor.mul_,
 
 
 class FunctionInterceptor(TorchFunctionMode):
-    """A mode that, inside `intercepting_functions`, gets `autograd.Function.apply` and calls inside TorchScript."""
+    """A mode that, inside `intercepting_functions`, gets `autograd.Function.apply` and calls inside TorchScript.
+
+    Of functions of `torch.nn.functional` it gets the calls inside.
+    """
 
     def checkpointing(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -55,6 +65,8 @@ _checkpoint_options = [
     p.name for p in inspect.signature(checkpoint_generator).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
 ]
 _run_script = torch.jit.ScriptFunction.__call__
+_run_sync_batch_norm = nn.SyncBatchNorm.forward
+_checks = {name: getattr(F, name) for name in vars(F) if name.startswith("has_torch_function")}
 _traces = 0
 _switches: tuple[bool, bool, Any] = (False, True, None)
 
@@ -63,7 +75,8 @@ _switches: tuple[bool, bool, Any] = (False, True, None)
 def intercepting_functions() -> Iterator[None]:
     """Patches `autograd.Function.apply` to call the innermost `FunctionInterceptor` of the thread, if there is one.
 
-    With one, a TorchScript function runs as the Python function that it was compiled from.
+    With one, a TorchScript function runs as the Python function that it was compiled from, and `nn.SyncBatchNorm` by
+    `rules/sync_batch_norm.py`.
     """
     global _users, _original
     with _lock:
@@ -72,7 +85,10 @@ def intercepting_functions() -> Iterator[None]:
             _original = Function.__dict__["apply"]
             setattr(Function, "apply", classmethod(_intercepted_apply))  # noqa: B010
             setattr(torch.jit.ScriptFunction, "__call__", _intercepted_script)  # noqa: B010
+            setattr(nn.SyncBatchNorm, "forward", _intercepted_sync_batch_norm)  # noqa: B010
             set_checkpoint_generator(_intercepted_checkpoint)
+            for name, check in _checks.items():
+                setattr(F, name, functools.partial(_is_overridden, check))
     try:
         yield
     finally:
@@ -81,7 +97,10 @@ def intercepting_functions() -> Iterator[None]:
             if _users == 0:
                 setattr(Function, "apply", _original)  # noqa: B010
                 setattr(torch.jit.ScriptFunction, "__call__", _run_script)  # noqa: B010
+                setattr(nn.SyncBatchNorm, "forward", _run_sync_batch_norm)  # noqa: B010
                 set_checkpoint_generator(checkpoint_generator)
+                for name, check in _checks.items():
+                    setattr(F, name, check)
 
 
 def _intercepted_apply(cls, *args, **kwargs):
@@ -105,9 +124,19 @@ def _intercepted_checkpoint(*arguments, **kwargs):
         yield from checkpoint_generator(*arguments, **kwargs)
 
 
+def _is_overridden(check: Callable[..., bool], *args: Any) -> bool:
+    """Whether a function of `torch.nn.functional` has to ask a mode or a subclass, and not run as it is."""
+    return check(*args) and not isinstance(innermost_function_mode(), FunctionInterceptor)
+
+
 def _intercepted_script(scripted, *args, **kwargs):
     function = python_function_of(scripted) if _interceptors() else None
     return _run_script(scripted, *args, **kwargs) if function is None else function(*args, **kwargs)
+
+
+def _intercepted_sync_batch_norm(module, a):
+    is_ours = _interceptors() and sync_batch_norm.is_synchronized(module)
+    return sync_batch_norm.forward(module, a) if is_ours else _run_sync_batch_norm(module, a)
 
 
 def _interceptors() -> list[FunctionInterceptor]:
@@ -141,33 +170,41 @@ def rows_as_index_select(func, values, spec):
     args, _ = unflatten(values, spec)
     a, index = args[0], args[-1]
     is_vector = isinstance(index, Tensor) and index.dim() == 1 and index.dtype in (torch.int64, torch.int32)
-    if not is_vector or a.dim() == 0 or not a.is_contiguous() or get_proxy_mode() is not None:
+    if not is_vector or a.dim() == 0 or not a.is_contiguous() or is_traced():
         return func, values, spec  # of other layouts a[index] keeps the order of strides, and index_select does not
     rows = torch.where(index < 0, index + a.shape[0], index).to(a.device)  # a[index] takes indices of the CPU too
     return torch.index_select, *flatten((a, 0, rows), {})
 
 
+def negative_slope_as_weight(func, values, spec):
+    """A leaky ReLU with a negative slope, whose result does not have the sign of its argument, as a constant PReLU."""
+    (a, *given), kwargs = unflatten(values, spec)
+    slope = (*given, *kwargs.values(), 0.01)[0]
+    return (func, values, spec) if slope >= 0 else (torch.prelu, *flatten((a, a.new_full((1,), slope)), {}))
+
+
+def transposed_as_rows(func, values, spec):
+    """A linear layer of a transposed batch as one matrix product."""
+    count, names, _ = spec
+    fits = count >= 2 and set(names) <= {"bias"} and has_uneven_rows(*values[:2])
+    return (linear_by_rows if fits else func), values, spec
+
+
 REPLACED: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.linear: transposed_as_rows,
     **dict.fromkeys(DROPOUT, dropout_as_product),
+    leaky_relu: negative_slope_as_weight,
     Tensor.__getitem__: rows_as_index_select,
 }
-
-
-def writes_to(func) -> bool:
-    """Whether a function writes to its first argument in place, by torch's naming conventions."""
-    return _is_name_of_write(name_of(func).rpartition(".")[2])
-
-
-@functools.cache
-def _is_name_of_write(name: str) -> bool:
-    return bool(re.fullmatch(r"\w*[^_]_|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|matmul)__", name))
 
 
 def python_body(func) -> Callable[..., Any] | None:
     """A copy of a pure-Python torch function whose `has_torch_function` checks return False.
 
-    A mode then intercepts the calls inside it. None for other functions.
+    A mode then intercepts the calls inside it. None for other functions. `torch.einsum` has a body of our own.
     """
+    if func is torch.einsum:
+        return einsum_in_pairs
     if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch"):
         return None
     return _without_checks(func)

@@ -1,6 +1,7 @@
 """One recorded call, as the later passes need it: a pure function that can run again, or linearized by its rule."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from .._torch_compat import is_traced, no_dispatch_modes
 from ..rules.linearity import is_affine, is_linear
 from ..rules.table import Linearization, Rule, name_of
 from .arguments import Shape, tensors_in, unflatten
-from .replay import SILENT_WRITES, as_recorded
+from .replay import SILENT_WRITES, as_recorded, has_conditions
 from .signals import ActivationMeta
 
 
@@ -28,16 +30,16 @@ class Operation:
     autocast: tuple[str, bool, torch.dtype]
     rng: list[Tensor] | None
     rule: Rule | None
-    written: list[int] = field(default_factory=list)
-    output_indices: list[int] = field(default_factory=list)  # which of the call's results are the outputs u
-    outputs: list[ActivationMeta] = field(default_factory=list)
+    written: Sequence[int] = ()
+    output_indices: Sequence[int] = ()  # which of the call's results are the outputs u
+    outputs: Sequence[ActivationMeta] = ()
     output: Tensor | None = None  # u, for a fast rule; a meta tensor if the rule does not read its contents
-    error_edges: list[GradientEdge] = field(default_factory=list)  # of the outputs, or of a: pass 2's errors d
-    leaves: list[tuple[Tensor | None, Tensor]] = field(default_factory=list)  # of a tap: weights and their leaves
+    error_edges: Sequence[GradientEdge] = ()  # of the outputs, or of a: pass 2's errors d
+    leaves: Sequence[tuple[Tensor | None, Tensor]] = ()  # of a tap: weights and their leaves
     hooked_errors: dict[int, Tensor] = field(default_factory=dict)  # errors as changed by the user's tensor hooks
     base: ActivationMeta | None = None  # the base of the output, where it is a view whose error is that of its base
     pushes: bool = True  # whether a weight downstream, or in exact mode the loss, needs the tangents of the outputs
-    last_reads: list[ActivationMeta] = field(default_factory=list)  # the arguments that are not read downstream
+    last_reads: Sequence[ActivationMeta] = ()  # the arguments that are not read downstream
 
     @property
     def name(self) -> str:
@@ -77,7 +79,7 @@ class Operation:
             self.output = self.output.le(0).logical_not_()
         else:
             i, _ = self.active[0]
-            self.values[i] = torch.empty_like(self.values[i], device="meta")
+            self.values[i] = without_contents(self.values[i])
 
     def call(self, values: list[Any]) -> list[Tensor]:
         """The operation as a pure function of its flat arguments: it gets copies of those that it writes to."""
@@ -85,7 +87,10 @@ class Operation:
         for i in (*self.written, *SILENT_WRITES.get(self.func, ())):
             values[i] = values[i].clone() if isinstance(values[i], Tensor) else values[i]
         args, kwargs = unflatten(values, self.spec)
-        with as_recorded(self.func, self.autocast, self.rng):
+        if has_conditions(self.func, self.autocast, self.rng):
+            with as_recorded(self.func, self.autocast, self.rng):
+                out = self.func(*args, **kwargs)
+        else:
             out = self.func(*args, **kwargs)
         results = results_of(out, values, self.written)
         return [results[i] for i in self.output_indices]
@@ -96,16 +101,15 @@ class Operation:
             return None
         values = list(self.values)
         for i, _ in self.active:
-            values[i] = values[i].detach()
+            if values[i].requires_grad:
+                values[i] = values[i].detach()
         args, kwargs = unflatten(values, self.spec)
         if self.rule.takes_active:
-            kwargs = kwargs | {"active": [i for i, _ in self.active]}
-        linearization = self.rule.make(self.output, *args, **kwargs)
-        if linearization is None or any(
-            values[i] not in linearization.grad and values[i] not in linearization.add for i, _ in self.weights
-        ):
+            kwargs["active"] = [i for i, _ in self.active]
+        lin = self.rule.make(self.output, *args, **kwargs)
+        if lin is None or any(values[i] not in lin.grad and values[i] not in lin.add for i, _ in self.weights):
             return None
-        return linearization
+        return lin
 
     def error_at_output(self, d: Tensor | None) -> Tensor | None:
         """The error of the output, from the gradient of its edge, which may be that of its base."""
@@ -118,6 +122,20 @@ class Operation:
         return self.outputs[0].view_in(buffer)
 
 
-def results_of(out: Any, values: list[Any], written: list[int]) -> list[Tensor]:
+def without_contents(z: Tensor) -> Tensor:
+    """A meta tensor with the shape, strides and dtype of z."""
+    if type(z) is not Tensor or is_traced():  # a trace has to see where a tensor comes from
+        return torch.empty_like(z, device="meta")
+    return _meta(z.shape, z.stride(), z.dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _meta(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Made once for each key, which is all that such a tensor has. Rules only read it."""
+    with no_dispatch_modes():
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+def results_of(out: Any, values: list[Any], written: Sequence[int]) -> list[Tensor]:
     """The results of a call: the tensors that it returned, then those that it wrote to."""
     return [*tensors_in(out), *(values[i] for i in written)]

@@ -20,30 +20,29 @@ import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
-from .._torch_compat import DisableTorchFunction, has_saved_tensor_hooks
+from .._torch_compat import DisableTorchFunction, gradient_edge, has_saved_tensor_hooks
 from ..errors import CaptureError, Place
 from ..numerics.precision import HALF
-from ..rules.table import Rule, rule_for
+from ..rules.sync_batch_norm import groups_of, largest
+from ..rules.table import Rule, Tap, rule_for
 from .activity import ActivityTracker
 from .arguments import flatten, tensors_in, unflatten
 from .checkpointed import Block, can_be_recorded_again, without_tensors
-from .intercept import (
-    REPLACED,
-    intercepting_functions,
-    python_body,
-    with_separate_histories,
-    writes_to,
-)
-from .operation import Operation, results_of
+from .functions import traits_of
+from .intercept import REPLACED, intercepting_functions, with_separate_histories
+from .operation import Operation, results_of, without_contents
 from .replay import as_recorded, is_random, refusing_random_numbers_in_trace
 from .signals import ActivationMeta, Signals, storage_of
 from .state import random_state
+
+Places = list[tuple[int, Tensor]]  # tensors with their positions among the arguments or the results of a call
 
 
 class Input(NamedTuple):
@@ -131,6 +130,11 @@ class Record(ActivityTracker):
         others = [op for op in self.operations if op.weights][:-1]
         return bool(others) and not self.problems and all(op.has_cheap_products for op in others)
 
+    def over_ranks(self) -> Callable[[Tensor], Tensor] | None:
+        """Where operations sum signals over ranks, which then have to be scaled alike: the largest value of any."""
+        groups = groups_of(self.operations)
+        return partial(largest, groups=groups) if groups else None
+
     def needs_error(self, z: ActivationMeta) -> bool:
         """Whether R{d} of z is needed: of an input, only where weights upstream of it are trained."""
         return all(z is not given.meta or given.source.requires_grad for given in self.inputs)
@@ -185,62 +189,76 @@ class Record(ActivityTracker):
         for i, _ in block.active:
             self._readers[storage_of(block.values[i])].append((block, i))
 
-    @contextlib.contextmanager
-    def collecting_problems(self, op: Operation) -> Iterator[None]:
-        """Adds an error in an operation to the list of problems; the pass continues, to find the others."""
-        try:
-            yield
-        except (torch.OutOfMemoryError, CaptureError):
-            raise
-        except (TypeError, AttributeError):
-            if not self.problems:  # after a problem, signals may be missing
-                raise
-        except (NotImplementedError, RuntimeError) as error:
+    def note(self, op: Operation, error: Exception) -> None:
+        """Adds an error in an operation to the list of problems, so that the pass goes on to find the others.
+
+        To be called where the error is handled: errors of other kinds are raised again.
+        """
+        if isinstance(error, (torch.OutOfMemoryError, CaptureError)):
+            raise error
+        if isinstance(error, (NotImplementedError, RuntimeError)):
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             self.problems.append(Place(op.module, op.name, reason, "give it a rule: see docs/add-a-rule.md"))
+        elif not isinstance(error, (TypeError, AttributeError)) or not self.problems:
+            raise error  # of these two: after a problem, signals may be missing
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is Tensor.register_hook:
-            return self._register_hook(*args, **kwargs)
-        if func is torch.autograd.grad and self.recording:
-            self._check_own_gradient((*args, *kwargs.values()))
-        if func not in self._open_functions and (body := python_body(func)) is not None:
+        traits = traits_of(func)
+        if traits.is_metadata:
+            return func(*args, **kwargs)
+        if traits.body is not None and func not in self._open_functions:
+            if func is Tensor.register_hook:
+                return self._register_hook(*args, **kwargs)
+            if func is torch.autograd.grad and self.recording:
+                self._check_own_gradient((*args, *kwargs.values()))
             self._open_functions.append(func)
             try:
                 with self:
-                    return body(*args, **kwargs)
+                    return traits.body(*args, **kwargs)
             finally:
                 self._open_functions.pop()
         values, spec = flatten(args, kwargs)
-        tensors = [(i, z) for i, z in enumerate(values) if isinstance(z, Tensor)]
-        active = [(i, z) for i, z in tensors if self.is_active(z)]
+        tensors, active, weights = self._roles(values)
         if active and torch.is_grad_enabled():
             if func in REPLACED:
                 func, values, spec = REPLACED[func](func, values, spec)
-                tensors = [(i, z) for i, z in enumerate(values) if isinstance(z, Tensor)]
-            return self._operation(func, values, spec, tensors, active)
-        if tensors and writes_to(func):
+                traits = traits_of(func)
+                tensors, active, weights = self._roles(values)
+            return self._operation(func, traits, values, spec, tensors, active, weights)
+        if tensors and traits.writes:
             self._copy_for_readers(tensors[0][1])
         out = func(*args, **kwargs)
-        if any(z.requires_grad for _, z in tensors):
+        if weights or active:
             self._mark_computed([*tensors_in(out), *(z for _, z in tensors[:1])])
         return out
 
-    def _operation(self, func, values, spec, tensors, active):
+    def _roles(self, values: list[Any]) -> tuple[Places, Places, Places]:
+        """The tensors among the arguments of a call with their positions: all, the active ones, and the weights."""
+        tensors: Places = []
+        active: Places = []
+        weights: Places = []
+        for i, z in enumerate(values):
+            if isinstance(z, Tensor):
+                tensors.append((i, z))
+                if z.requires_grad:
+                    (weights if z.is_leaf or id(z) in self._computed else active).append((i, z))
+        return tensors, active, weights
+
+    def _operation(self, func, traits, values, spec, tensors, active, weights):
         """Runs a call with active arguments, with its weights detached, and records it if its results are active."""
-        active = [(i, z, self._lookup(z)) for i, z in active]
-        weights = [(i, z) for i, z in tensors if z.requires_grad and not self.is_active(z)]
+        metas = [self._lookup(z) for _, z in active]
         for i, z in weights:
             values[i] = z.detach()
-        recorded, rng = list(values), random_state(self.device) if is_random(func, values) else None
-        writes = self.recording and writes_to(func)
+        recorded, rng = list(values), random_state(self.device) if is_random(func, traits, values) else None
+        writes = self.recording and traits.writes
         if writes:
             values[0] = self._prepare_write(func, tensors[0][1], recorded, weights)
-        versions = [_version(values[i]) for i, _ in tensors]
+        rule = self._rule(func, spec, active)
+        may_write = rule is None or traits.writes or traits.is_users  # torch functions that have a rule say so
+        versions = [_version(values[i]) for i, _ in tensors] if may_write else ()
         args, kwargs = unflatten(values, spec)
         autocast = self._autocast()
-        rule = self._rule(func, spec, active)
         tap = rule.tap(*args, **kwargs) if rule is not None and rule.tap is not None else None
         if tap is not None:
             out = tap.output
@@ -252,22 +270,18 @@ class Record(ActivityTracker):
         if not self.recording:
             return out
         out = with_separate_histories(out)
-        written = [i for (i, _), v in zip(tensors, versions, strict=True) if _version(values[i]) != v]
-        unchanged = {id(z) for i, z in tensors if i not in written}
-        results = list(enumerate(results_of(out, values, written)))
-        outputs = {id(u): (i, u) for i, u in reversed(results) if u.requires_grad and id(u) not in unchanged}
+        written = [i for (i, _), v in zip(tensors, versions, strict=False) if _version(values[i]) != v]
+        outputs = _outputs(out, values, tensors, written)
         if not outputs:
             return out
-        metas = [(i, meta or self._lookup_or_report(func, z)) for i, z, meta in active]
-        known = [(i, meta) for i, meta in metas if meta is not None]
+        metas = [meta or self._lookup_or_report(func, z) for (_, z), meta in zip(active, metas, strict=True)]
+        known = [(i, meta) for (i, _), meta in zip(active, metas, strict=True) if meta is not None]
         module = self.path[-1] if self.path else ""
         op = Operation(func, recorded, spec, known, weights, module, autocast, rng, rule, written)
-        if not writes and any(i in written for i, *_ in (*active, *weights)):
+        if written and not writes and any(i in written for i, _ in (*active, *weights)):
             reason = "writes to its arguments in place, which its name does not say"
             self.problem(op.name, reason, "end its name with an underscore")
-        self._append(op, sorted(outputs.values(), key=lambda output: output[0]))
-        if tap is not None:
-            op.error_edges, op.leaves = [get_gradient_edge(tap.input)], tap.leaves
+        self._append(op, outputs, tap)
         return out
 
     def _autocast(self) -> tuple[str, bool, torch.dtype]:
@@ -275,37 +289,40 @@ class Record(ActivityTracker):
 
     def _rule(self, func, spec, active) -> Rule | None:
         rule = rule_for(func)
-        fits = rule is not None and all(i < rule.arity for i, *_ in active) and set(spec[1]) <= rule.names
+        fits = rule is not None and active[-1][0] < rule.arity and (not spec[1] or rule.names.issuperset(spec[1]))
         return rule if fits else None
 
-    def _append(self, op: Operation, outputs: list[tuple[int, Tensor]]) -> None:
+    def _append(self, op: Operation, outputs: Places, tap: Tap | None) -> None:
         if not op.active:  # its arguments come from operations that were not recorded: problems already
             for _, u in outputs:
                 self._register(u)
             return
         self.operations.append(op)
-        self.checkpointed |= has_saved_tensor_hooks()
-        self.half.update({u.dtype for _, u in outputs} & set(HALF))
+        self.checkpointed = self.checkpointed or has_saved_tensor_hooks()
+        self.half.update(u.dtype for _, u in outputs if u.dtype in HALF)
         first = outputs[0][1]
         base = first._base if len(outputs) == 1 else None
-        if base is not None and (op.written or self._lookup(base) is None):
+        if tap is not None:
+            op.error_edges, op.leaves = [gradient_edge(tap.input)], tap.leaves
+        elif base is not None and (op.written or self._lookup(base) is None):
             # A write through a view, now or later, replaces the view's node in the autograd graph: use its base's.
-            op.base, op.error_edges = self._register(base), [get_gradient_edge(base)]
+            op.base, op.error_edges = self._register(base), [gradient_edge(base)]
         else:
-            op.error_edges = [get_gradient_edge(u) for _, u in outputs]
+            op.error_edges = [gradient_edge(u) for _, u in outputs]
         op.output_indices = [i for i, _ in outputs]
         op.outputs = [self._register(u) for _, u in outputs]
         if self._block is not None:
             self._block |= zip(op.outputs, op.error_edges, strict=True)
-        self._producers |= {meta: (op, i) for i, meta in enumerate(op.outputs)}
+        for i, meta in enumerate(op.outputs):
+            self._producers[meta] = op, i
         if op.rule is not None and len(outputs) == 1:
-            reads_u = op.rule.reads == "u"
-            op.output = first.detach() if reads_u else torch.empty_like(first, device="meta")
-            if reads_u:
-                op.values[0] = torch.empty_like(op.values[0], device="meta")
-        active = {i for i, _ in op.active}
+            if op.rule.reads == "u":
+                op.output, op.values[0] = first.detach(), without_contents(op.values[0])
+            else:
+                op.output = without_contents(first)
+        active = [i for i, _ in op.active]
         for i, v in enumerate(op.values):  # positions and masks may be written to later, as signals may
-            if i not in op.written and isinstance(v, Tensor) and (i in active or not v.is_floating_point()):
+            if isinstance(v, Tensor) and i not in op.written and (i in active or not v.is_floating_point()):
                 self._readers[storage_of(v)].append((op, i))
 
     def _check_own_gradient(self, arguments: tuple[Any, ...]) -> None:
@@ -331,6 +348,16 @@ class Record(ActivityTracker):
             return changed
 
         return z.register_hook(recording_hook)
+
+
+def _outputs(out: Any, values: list[Any], tensors: Places, written: list[int]) -> Places:
+    """The results of a call that require grad, with their positions: those that are not unchanged arguments."""
+    if isinstance(out, Tensor) and not written:
+        return [(0, out)] if out.requires_grad and all(out is not z for _, z in tensors) else []
+    unchanged = {id(z) for i, z in tensors if i not in written}
+    results = list(enumerate(results_of(out, values, written)))
+    found = {id(u): (i, u) for i, u in reversed(results) if u.requires_grad and id(u) not in unchanged}
+    return sorted(found.values(), key=lambda output: output[0])
 
 
 def _version(z: Tensor) -> int:

@@ -10,24 +10,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._torch_compat import arguments_of, get_proxy_mode, set_mkldnn_enabled
 from ..errors import CaptureError
-from ..rules.table import is_users, name_of
+from ..rules.table import name_of
+from .functions import Traits
 from .state import random_state, set_random_state
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
-_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+_NOT_TWICE = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.grid_sampler)  # by cuDNN and oneDNN
 SILENT_WRITES = {torch.batch_norm: (3, 4), torch.instance_norm: (3, 4)}  # running statistics: no version changes
-_RANDOM = {
-    "_sample_dirichlet", "_standard_gamma", "alpha_dropout", "bernoulli", "binomial", "cauchy", "exponential",
-    "feature_alpha_dropout", "geometric", "log_normal", "multinomial", "normal", "poisson", "rrelu",
-    "rrelu_with_noise", "uniform",
-}  # fmt: skip
 
 
-def is_random(func: Callable[..., Any], values: list[Any]) -> bool:
-    """Whether a call may draw random numbers; any user-defined operation may."""
+def is_random(func: Callable[..., Any], traits: Traits, values: list[Any]) -> bool:
+    """Whether a call may draw random numbers."""
     if func is ATTENTION:
         return any(isinstance(v, float) and v > 0 for v in values)
-    return is_users(func) or func in _RECURRENT or name_of(func).removesuffix("_") in _RANDOM
+    return traits.is_random
 
 
 @contextlib.contextmanager
@@ -57,6 +53,13 @@ def is_random_node(node: Any) -> bool:
     return not drops or any(drops)
 
 
+def has_conditions(func: Callable[..., Any], autocast: tuple[str, bool, torch.dtype], rng: list[Tensor] | None) -> bool:
+    """Whether `as_recorded` has anything to do."""
+    device, enabled, _ = autocast
+    is_special = func is ATTENTION or func in _NOT_TWICE
+    return is_special or rng is not None or enabled or torch.is_autocast_enabled(device)
+
+
 @contextlib.contextmanager
 def as_recorded(
     func: Callable[..., Any], autocast: tuple[str, bool, torch.dtype], rng: list[Tensor] | None
@@ -73,7 +76,7 @@ def as_recorded(
             stack.enter_context(refusing_random_numbers_in_trace(name_of(func)))
         if func is ATTENTION:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if func in (*_RECURRENT, torch.grid_sampler):
+        if func in _NOT_TWICE:
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.callback(set_mkldnn_enabled, set_mkldnn_enabled(False))
         yield

@@ -11,8 +11,11 @@ Storage = tuple[int, int | str]  # its address and size in bytes, as a string wh
 
 def storage_of(z: Tensor) -> Storage:
     storage = z.untyped_storage()
-    size = storage.nbytes()
-    return storage._cdata, size if isinstance(size, int) else str(size)
+    return _key(storage._cdata, storage.nbytes())
+
+
+def _key(address: int, size: Any) -> Storage:
+    return address, size if isinstance(size, int) else str(size)
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +30,13 @@ class ActivationMeta:
     offset: Any
     dtype: torch.dtype
     device: torch.device
+
+    @classmethod
+    def of(cls, z: Tensor, token: object) -> "ActivationMeta":
+        storage = z.untyped_storage()
+        size = storage.nbytes()
+        key = _key(storage._cdata, size)
+        return cls(token, key, size, z.shape, z.stride(), z.storage_offset(), z.dtype, z.device)
 
     def view_in(self, buffer: Tensor) -> Tensor:
         """The view of a buffer of the storage's size that this tensor is of its storage."""

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +28,7 @@ def unchanged_on_error(model: nn.Module, always: bool = False) -> Iterator[None]
     device = next(itertools.chain(model.parameters(), model.buffers())).device.type
     rng = random_state(device)
     with no_dispatch_modes():  # not recorded by a tracer, and contents even where that computes without any
-        buffers = [
-            (m._buffers, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
-        ]
+        buffers = _Buffers(model)
     try:
         yield
     except BaseException:
@@ -39,10 +38,33 @@ def unchanged_on_error(model: nn.Module, always: bool = False) -> Iterator[None]
         if always:
             set_random_state(rng, device)
             with torch.no_grad(), no_dispatch_modes():
-                for module_buffers, name, buffer, contents in buffers:
-                    module_buffers[name] = buffer
-                    if not torch.equal(buffer, contents):
-                        buffer.copy_(contents)
+                buffers.restore()
+
+
+class _Buffers:
+    """The buffers of a model and their contents; those of one dtype and device are copied together, in one launch."""
+
+    def __init__(self, model: nn.Module):
+        tables = [m._buffers for m in model.modules() if m._buffers]
+        self.places = [(table, name, b) for table in tables for name, b in table.items() if b is not None]
+        groups: dict[Any, list[Tensor]] = {}
+        for _, _, b in self.places:
+            groups.setdefault((b.dtype, b.device) if b.layout == torch.strided else id(b), []).append(b)
+        self.copies = [
+            (group, group[0].clone() if isinstance(key, int) else torch.cat([b.reshape(-1) for b in group]))
+            for key, group in groups.items()
+        ]
+
+    def restore(self) -> None:
+        for table, name, buffer in self.places:
+            table[name] = buffer
+        for group, copy in self.copies:
+            strided = copy.layout == torch.strided
+            parts = copy.split([b.numel() for b in group]) if strided else [copy]
+            for buffer, part in zip(group, parts, strict=True):
+                contents = part.view(buffer.shape) if strided else part
+                if not torch.equal(buffer, contents):
+                    buffer.copy_(contents)
 
 
 def random_state(device: str) -> list[Tensor]:

@@ -9,7 +9,6 @@ import json
 import os
 import random
 import shutil
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._version import code_version
 from ..tape.state import random_state, set_random_state
 from .files import Kinds, check_kind, read_object
 
@@ -156,14 +156,6 @@ def _lay_out_like_parameters(optimizer: Optimizer) -> None:
         for name, z in entries.items():
             if isinstance(z, Tensor) and z.shape == p.shape and z.stride() != p.stride():
                 entries[name] = torch.empty_like(p, dtype=z.dtype).copy_(z)
-
-
-def code_version() -> str:
-    """The version of threepass that runs."""
-    try:
-        return metadata.version("threepass")
-    except metadata.PackageNotFoundError:
-        return "from source"
 
 
 def exists(path: Path) -> bool:

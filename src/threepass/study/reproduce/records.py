@@ -8,16 +8,14 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import platform
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...train.checkpoint import code_version
+from ..._version import code_version, commit
 from ...train.runs import Run
 from ..gather import is_finite
 from .plan import Job, command_line
@@ -94,17 +92,6 @@ def make_record(job: Job, run: Run, history: list[dict[str, Any]], measured: dic
 def device_name(run: Run) -> str:
     on_gpu = torch.cuda.is_available() and run.device != "cpu"
     return torch.cuda.get_device_name() if on_gpu else "CPU"
-
-
-def commit() -> str | None:
-    """The commit of the source tree, from $THREEPASS_COMMIT or git; None if neither knows it."""
-    if named := os.environ.get("THREEPASS_COMMIT"):
-        return named
-    try:
-        asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 @contextlib.contextmanager

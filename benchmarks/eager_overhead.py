@@ -1,0 +1,138 @@
+"""What an eager step costs where Python and the launches of kernels take the time: `ThreePass` against plain training.
+
+    python benchmarks/eager_overhead.py --label after --out results/bench/cpu-eager-overhead.json
+    python benchmarks/eager_overhead.py --device cuda --out results/bench/h200-eager-overhead.json
+
+A step is the forward and `loss.backward()`, or one call of `ThreePass`, without compile. On a CPU the nets are tiny (2
+images of 8 x 8, 2 to 16 channels, one thread), so that arithmetic takes next to nothing and the ratio is that of Python
+and dispatch. On a GPU they have the sizes of `docs/speed.md`: plain-20 at batch 128, ResNet-18 and ViT-Tiny at 256.
+
+The steps take turns; a ratio is the median over the rounds of a step's time relative to the plain step's of the same
+round. `calls` counts the ATen calls below autograd, `kernels` those that are neither views nor bare allocations: on a
+GPU each is a launch, or more.
+
+Prints a table. With --out, writes it under --label into a JSON file, beside the labels that are there already:
+`results/bench/cpu-eager-overhead.json` has `before` and `after`. `docs/speed.md` quotes it.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from threepass import ThreePass
+from threepass.bench.measure import take_turns
+from threepass.models import plain, resnet18, vit
+
+GOAL = 2.0  # of paper mode
+NETS: dict[str, dict[str, Callable[[], nn.Module]]] = {
+    "plain-20": {"cpu": lambda: plain(20, width=2), "cuda": lambda: plain(20)},
+    "ResNet-18": {"cpu": lambda: resnet18(width=2), "cuda": resnet18},
+    "ViT-Tiny": {
+        "cpu": lambda: vit(image=8, width=6, depth=12, heads=3),
+        "cuda": lambda: vit(depth=12),
+    },
+}
+BATCH = {"cpu": dict.fromkeys(NETS, 2), "cuda": {"plain-20": 128, "ResNet-18": 256, "ViT-Tiny": 256}}
+IMAGE = {"cpu": 8, "cuda": 32}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "paper, strength": {"strength": 0.1},
+    "paper, alpha": {"alpha": 0.1},
+    "exact, strength": {"strength": 0.1, "mode": "exact"},
+}
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+class Count(TorchDispatchMode):
+    """Counts ATen calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.kernels = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        self.kernels += not func.is_view and func.overloadpacket.__name__ not in ALLOCATIONS
+        return func(*args, **(kwargs or {}))
+
+
+def steps_of(name: str, device: str) -> dict[str, Callable[[], None]]:
+    """The plain step and those of `ThreePass`, each on the same model and batch; gradients are set to None before."""
+    torch.manual_seed(0)
+    model = NETS[name][device]().to(device, memory_format=torch.channels_last)
+    x = torch.randn(BATCH[device][name], 3, IMAGE[device], IMAGE[device], device=device)
+    x = x.contiguous(memory_format=torch.channels_last)
+    y = torch.randint(10, (len(x),), device=device)
+
+    def plain_step() -> None:
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+
+    def three_pass_step(step: ThreePass) -> None:
+        model.zero_grad()
+        step(x, y)
+
+    steps: dict[str, Callable[[], None]] = {"plain": plain_step}
+    for option, given in OPTIONS.items():
+        steps[option] = partial(three_pass_step, ThreePass(model, F.cross_entropy, **given))
+    return steps
+
+
+def measure(name: str, device: str, rounds: int) -> list[dict[str, Any]]:
+    steps = steps_of(name, device)
+    for step in steps.values():  # also a step's checks of its first call
+        step()
+    counts = {}
+    for option, step in steps.items():
+        with Count() as counts[option]:
+            step()
+    times = take_turns(steps, rounds, device == "cuda")
+    rows = []
+    for option, seconds in times.items():
+        ratios = [s / one for s, one in zip(seconds, times["plain"], strict=True)]
+        row = {"net": name, "step": option, "ms": 1e3 * statistics.median(seconds), "ratio": statistics.median(ratios)}
+        rows.append(row | {"calls": counts[option].calls, "kernels": counts[option].kernels})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=101)
+    parser.add_argument("--label", default="now", help="the name of these rows in the file")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")  # of norms in paper mode
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    rows = []
+    for name in NETS:
+        for row in measure(name, args.device, args.rounds):
+            rows.append(row)
+            print(f"{name:<10} {row['step']:<16} {row['ms']:8.2f} ms  {row['ratio']:5.2f}x", end="")
+            print(f"  {row['calls']:5} calls  {row['kernels']:5} kernels", flush=True)
+    if args.out is not None:
+        found = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {"goal": GOAL, "runs": {}}
+        found["runs"][args.label] = {
+            "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.machine(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "rounds": args.rounds,
+            "rows": rows,
+        }
+        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
