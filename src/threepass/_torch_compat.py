@@ -354,11 +354,9 @@ def compile_by_inductor(
     rewrite: called on the decomposed graph, before Inductor's own passes of that stage. key: stands for it in
     Inductor's cache on disk. combine: small kernels that do not depend on each other become one.
     """
-    from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     class Rewrite(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
@@ -367,11 +365,22 @@ def compile_by_inductor(
         def uuid(self) -> str:
             return key
 
-    context = None  # of dynamic shapes: that of the inputs
-    if not any(isinstance(z, FakeTensor) for z in inputs):  # without a context Inductor does not use its cache
-        context = TracingContext(FakeTensorMode(shape_env=ShapeEnv(assume_static_by_default=True)))
-    with config.patch(post_grad_custom_pre_pass=Rewrite(), combo_kernels=combine), tracing(context):
+    with config.patch(post_grad_custom_pre_pass=Rewrite(), combo_kernels=combine), _cached_on_disk(inputs):
         return compile_fx(graph, inputs)
+
+
+def _cached_on_disk(inputs: Sequence[Tensor]) -> Any:
+    """A context in which Inductor looks for a graph of fixed sizes in its cache on disk; seen in 2.10 to 2.13.
+
+    The cache is for tracing contexts that have an environment for symbols, as those of `torch.compile` do.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    if any(isinstance(z, FakeTensor) for z in inputs):
+        return contextlib.nullcontext()
+    fixed = ShapeEnv(assume_static_by_default=True)
+    return tracing(TracingContext(FakeTensorMode(shape_env=fixed, allow_non_fake_inputs=True)))
 
 
 def keep_for_inductor(operations: set[Any]) -> None:

@@ -123,6 +123,7 @@ def test_stages_write_at_once_and_repeat_nothing(without_compiling, tmp_path):
     assert row["kernels"][0]["ms"] >= row["kernels"][-1]["ms"]
     report = stage("largest", timed)
     assert report["largest_batch"] == {"form": "eager", "plain": 16, "paper": 16, "exact": 16}
+    assert report["eager_peak_bytes"]["plain"] < report["eager_peak_bytes"]["exact"]
 
     (tmp_path / "large").mkdir()
     (tmp_path / "large" / "cpu-gpt2.json").write_text(json.dumps(report))

@@ -10,6 +10,7 @@ import torch
 from close import assert_close
 from narrow import BATCH, WIDTH, loss_of_scale, net
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -631,3 +632,20 @@ def test_an_output_that_a_program_cannot_give_anew_is_not_an_old_one(traced_only
     assert "Boxed, not available" in repr(r.output)
     with pytest.raises(AttributeError, match=r"the model returned a Boxed here.*compile=False"):
         _ = r.output.scores
+
+
+def test_a_second_capture_comes_from_inductors_cache(tmp_path, monkeypatch):
+    """Buffers that a step writes to included: another process compiles nothing."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4))
+    x, y = torch.randn(8, 6), torch.randint(4, (8,))
+    results = []
+    for _ in range(2):
+        counters.clear()
+        each = copy.deepcopy(model)
+        r = threepass.ThreePass(each, F.cross_entropy, compile="require")(x, y)
+        results.append([*r.grads.values(), *each.buffers()])
+        torch.compiler.reset()
+    assert counters["inductor"]["fxgraph_cache_hit"] == 1
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)

@@ -10,7 +10,7 @@ for each net. What is known is written to the net's file at once, and rows that 
 The seconds to compile are those of the first time, from an empty cache. A later time is kept apart ("again").
 
 The largest batch is that of eager steps, found by doubling and bisection with one step each: compiling a program for
-each batch that is tried would take hours.
+each batch that is tried would take hours. With it comes the memory of an eager step at the case's own batch.
 """
 
 import copy
@@ -183,10 +183,13 @@ def _times(form: Form, row: Report, case: Case) -> None:
 
 def _largest_batches(case: Case, model: nn.Module, report: Report, save: Save) -> None:
     torch.backends.cudnn.benchmark = False  # no search for kernels at sizes that come once
-    found = report.setdefault("largest_batch", {"form": "eager"})
+    found, peaks = report.setdefault("largest_batch", {"form": "eager"}), report.setdefault("eager_peak_bytes", {})
     for method in case.methods:
         if method not in found:
             found[method] = largest(partial(_fits, case, model, method), case.batch)
+            if found[method] >= case.batch:
+                step = eager(method, model, case.make_batch(model)).run
+                peaks[method] = peak_bytes(step, case.device == "cuda")
             save(report)
 
 
