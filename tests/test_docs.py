@@ -267,3 +267,12 @@ def test_accuracies_of_plain20_are_those_of_the_result_file():
     seeds = {2: "two", 3: "three"}[len(two)]
     assert len(two) == len(three)
     assert f"{mean(two):.1f} % by two passes and {mean(three):.1f} % by three, means of {seeds} seeds" in text
+
+
+def test_gradient_losses_on_a_gpu_are_those_of_the_result_file():
+    nets = json.loads((ROOT / "results" / "gradient-losses" / "h200.json").read_text())["nets"]
+    page = (ROOT / "docs" / "gradient-losses.md").read_text()
+    for net in nets.values():
+        for name in ("double", "traced-graph", "threepass", "threepass-compiled"):
+            row = net["methods"][name]
+            assert f"{1000 * row['median']:.2f} ms, {row['peak_bytes'] / 2**20:.0f} MiB" in page
