@@ -92,9 +92,11 @@ def tangent(at: Heads, t: Heads, scores: Scores) -> Tensor | None:
 
 def _is_plain(operands: Sequence[Tensor | None], scores: Scores) -> bool:
     """Whether `_batched_tangent` serves a call: an eager one in a wide format, with all tangents and without a mask."""
+    if is_traced() or scores.mask is not None:  # the sizes of a traced call may be symbols, which cannot be hashed
+        return False
     shapes = {None if z is None else z.shape[:-2] for z in operands}
     is_wide = operands[0] is not None and operands[0].dtype in (torch.float32, torch.float64)
-    return is_wide and scores.mask is None and None not in shapes and len(shapes) == 1 and not is_traced()
+    return is_wide and None not in shapes and len(shapes) == 1
 
 
 def _batched_tangent(at: Heads, t: Heads, scores: Scores) -> Tensor:
