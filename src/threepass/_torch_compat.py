@@ -353,7 +353,11 @@ def compile_by_inductor(
 
     rewrite: called on the decomposed graph, before Inductor's own passes of that stage. key: stands for it in
     Inductor's cache on disk. combine: small kernels that do not depend on each other become one.
+
+    The cache is for tracing contexts whose fake mode may have symbols, as those of `torch.compile` do. Real inputs
+    become fake ones of that mode here: AOTAutograd would take a symbol for each of their sizes.
     """
+    from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -365,22 +369,12 @@ def compile_by_inductor(
         def uuid(self) -> str:
             return key
 
-    with config.patch(post_grad_custom_pre_pass=Rewrite(), combo_kernels=combine), _cached_on_disk(inputs):
+    mode = next((z.fake_mode for z in inputs if isinstance(z, FakeTensor)), None)
+    if mode is None:
+        mode = fake_mode_with_symbols()
+        inputs = [mode.from_tensor(z, static_shapes=True) for z in inputs]
+    with config.patch(post_grad_custom_pre_pass=Rewrite(), combo_kernels=combine), tracing(TracingContext(mode)):
         return compile_fx(graph, inputs)
-
-
-def _cached_on_disk(inputs: Sequence[Tensor]) -> Any:
-    """A context in which Inductor looks for a graph of fixed sizes in its cache on disk; seen in 2.10 to 2.13.
-
-    The cache is for tracing contexts that have an environment for symbols, as those of `torch.compile` do.
-    """
-    from torch._guards import TracingContext, tracing
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    if any(isinstance(z, FakeTensor) for z in inputs):
-        return contextlib.nullcontext()
-    fixed = ShapeEnv(assume_static_by_default=True)
-    return tracing(TracingContext(FakeTensorMode(shape_env=fixed, allow_non_fake_inputs=True)))
 
 
 def keep_for_inductor(operations: set[Any]) -> None:

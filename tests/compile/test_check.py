@@ -243,6 +243,31 @@ def test_errors_of_the_size_of_the_eager_ones_pass():
         check(program.plain, noisy(TIMES), values, len(program.state))
 
 
+def with_noise(program, values, names, size):
+    """The outputs of the traced program, with noise on the gradient of the bias before the batch norm."""
+    outputs = list(program.graph(*values))
+    generator = torch.Generator().manual_seed(0)
+    place = names.index("0.bias")
+    outputs[place] = outputs[place] + size * torch.randn(8, generator=generator) * max(z.abs().max() for z in outputs)
+    return outputs
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+def test_a_gradient_that_is_zero_but_for_rounding_may_have_other_rounding_errors(mode):
+    """As that of a bias before a batch norm; an error of a thousandth of the largest results is refused."""
+    problem, program = traced_problem("float32", mode)
+    values, names = [*program.state, *problem.inputs], problem.names
+    labels = [f"the gradient of {name}" for name in names]
+
+    def checked(size):
+        noisy = functools.partial(with_noise, program, names=names, size=size)
+        check(program.plain, noisy, values, len(program.state), labels)
+
+    checked(2e-6)
+    with pytest.raises(CaptureError, match=r"part of the gradient of 0\.bias, of shape \(8,\)"):
+        checked(1e-3)
+
+
 def test_a_sum_that_is_added_up_one_term_after_the_other_is_rounding():
     """Inductor's loops do so, and lose more digits of equal terms than eager kernels, which add in pairs."""
     x = torch.randn(64, generator=torch.Generator().manual_seed(0))

@@ -310,7 +310,7 @@ def test_a_program_that_is_wrong_for_other_sizes_is_found_and_dropped(monkeypatc
 def test_the_check_runs_at_capture_and_with_the_first_other_sizes(monkeypatch):
     checked = []
 
-    def check(graph, run, values, weights):
+    def check(graph, run, values, weights, names):
         checked.append(values[-1].shape[0])
         return 0.25
 

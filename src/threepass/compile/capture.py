@@ -39,6 +39,7 @@ class Captured:
         self.program, self.run = program, run
         self.compile_seconds = self.check_seconds = 0.0
         self.weights: int | None = None  # which of the graph's inputs has the weights of the two terms
+        self.names: Sequence[str] = ()  # of the first outputs, for errors
         self.guards: Guards | None = None  # of a program with dynamic shapes
         self._checked: list[list[torch.Size]] = []  # the sizes that it was checked with
         self.inputs: list[Tensor] = []
@@ -105,6 +106,7 @@ def capture(
     pool: Any = None,
     compiled: bool = True,
     varying: Dimensions | None = None,
+    names: Sequence[str] = (),
 ) -> Captured:
     """Traces fn for inputs of these shapes, compiles it, and checks the compiled program (`check.py`).
 
@@ -118,6 +120,7 @@ def capture(
         compiled: False: the traced graph runs operation by operation.
         varying: the dimensions of the inputs whose sizes may change from call to call. The program then has neither
             kernels of our own, which are chosen by sizes, nor a CUDA graph, which is of one size.
+        names: of the first outputs, for the error if one is wrong; fn may fill it in.
     """
     started = time.perf_counter()
     on_gpu = any(z.is_cuda for z in inputs)
@@ -138,13 +141,19 @@ def capture(
             captured.guards = symbolic.guards()
             _compare_with_eager(program, fn, inputs, restore)
         captured.compile_seconds = time.perf_counter() - started
-        if weights is not None:
-            states = [i for i, z in enumerate(program.state) if z.data_ptr() == weights.data_ptr()]
-            captured.weights = next(iter([*states, *(len(program.state) + i for i in places)]), None)
+        captured.weights, captured.names = _place_of(weights, program, places), names
         captured.check(inputs)
         if on_gpu if graph is None else graph:
             captured.record(inputs, restore, pool)
     return captured
+
+
+def _place_of(weights: Tensor | None, program: Program, places: list[int]) -> int | None:
+    """Which of the graph's inputs is the tensor of weights: one of the program's state, or of the function's inputs."""
+    if weights is None:
+        return None
+    states = [i for i, z in enumerate(program.state) if z.data_ptr() == weights.data_ptr()]
+    return next(iter([*states, *(len(program.state) + i for i in places)]), None)
 
 
 def _compare_with_eager(program: Program, fn: Fn, inputs: Sequence[Tensor], restore: Callable[[], Any]) -> None:
@@ -178,7 +187,7 @@ def _checked(captured: Captured, inputs: Sequence[Tensor]) -> float:
         return 0.0
     values = [*program.state, *inputs]
     try:
-        return check(program.plain, captured.run, values, captured.weights)
+        return check(program.plain, captured.run, values, captured.weights, captured.names)
     except CaptureError as error:
         raise CaptureError(
             str(error), step_seconds=_seconds(lambda: captured.run([z.clone() for z in values]))

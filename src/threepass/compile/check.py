@@ -41,9 +41,11 @@ TIMES = 5  # a compiled error of more than so many times the eager one is refuse
 NUDGES = 4  # further eager runs, before a program is refused, on values that differ by one rounding error
 AMPLIFIED = 10  # by so much the third term is larger than the first one while it is compared
 _SMALL = 0.01  # a third term of less than this part of the first one is measured against the first
-# Entries of less than this part of those of the median output are measured against them: they may be zero but for
-# rounding, as the gradient of a bias before a batch norm is.
-_ZERO = 1e-3
+_LITTLE = 1e-3  # entries of less than this part of those of the median output are measured against that part of them
+# An output whose entries are less than this part of the largest output's, in the float64 reference, is zero but for
+# rounding, as the gradient of a bias before a batch norm is. Rounding errors of the large terms that cancel in it are
+# all that it has in lower precision, so that they are measured against the largest output.
+_ZERO = 1e-9
 _HOPELESS = 0.5  # an eager error of this size: the output has no digits in this precision that could be compared
 _DOUBLE = 1e-10  # in float64: far more than rounding, far less than a fault
 # What a float32 sum of some thousand terms may lose if they are added one after another, as Inductor's loops do, where
@@ -62,7 +64,9 @@ class Figures(NamedTuple):
     slope: float
 
 
-def check(graph: GraphModule, run: Run, values: Sequence[Tensor], weights: int | None = None) -> float:
+def check(
+    graph: GraphModule, run: Run, values: Sequence[Tensor], weights: int | None = None, names: Sequence[str] = ()
+) -> float:
     """Raises a `CaptureError` if `run`, compiled from the graph, is wrong; gives the seconds that this took.
 
     Args:
@@ -70,6 +74,7 @@ def check(graph: GraphModule, run: Run, values: Sequence[Tensor], weights: int |
         run: the compiled program.
         values: the graph's inputs; they are copied, not written to.
         weights: which of them holds (back, third), as the first two entries of its last dimension.
+        names: of the first outputs, for the error.
     """
     began = time.perf_counter()
     epsilon = epsilon_of(graph)
@@ -101,7 +106,7 @@ def check(graph: GraphModule, run: Run, values: Sequence[Tensor], weights: int |
         for part, found in zip(parts, _terms(graph, eager, nudged, weights, k), strict=True):
             part.compare_with(found)
     for part in parts:
-        part.judge()
+        part.judge(names)
     return time.perf_counter() - began
 
 
@@ -182,9 +187,11 @@ class Part:
         epsilon: float,
         sizes: Sequence[float] | None = None,
     ):
-        entries = sorted(_norm([ref]) / math.sqrt(max(1, ref.numel())) for ref in reference)
-        typical = entries[len(entries) // 2] if entries else 0.0
-        floors = [_ZERO * typical * math.sqrt(ref.numel()) for ref in reference]
+        entries = [_norm([ref]) / math.sqrt(max(1, ref.numel())) for ref in reference]
+        little = _LITTLE * sorted(entries)[len(entries) // 2] if entries else 0.0
+        largest = max(entries, default=0.0)
+        least = [largest if 0 < entry < _ZERO * largest else little for entry in entries]
+        floors = [entry * math.sqrt(ref.numel()) for entry, ref in zip(least, reference, strict=True)]
         self.name, self.reference, self.epsilon = name, reference, epsilon
         self.sizes = list(map(max, sizes or floors, floors))
         self.compiled = self._figures(compiled)
@@ -212,7 +219,7 @@ class Part:
         sizes = [ref.numel() for ref in self.reference]
         return max(excesses(self.eager, self.compiled, sizes, self.epsilon), default=(0.0, 0, ""))
 
-    def judge(self) -> None:
+    def judge(self, names: Sequence[str] = ()) -> None:
         """Raises a `CaptureError` for the worst output whose compiled figures are too far from the eager ones."""
         if self.unknown:
             warn_caller(
@@ -220,14 +227,16 @@ class Part:
                 "eager step or the float64 reference is not finite there",
                 UncheckedWarning,
             )
-        excess, i, name = self.worst()
+        excess, i, figure = self.worst()
+        what = self.name + (names[i] if i < len(names) else f"output {i}")
         if math.isinf(excess):
-            raise CaptureError(f"{self.name}output {i} of the compiled step is not finite, where the eager step's is")
+            raise CaptureError(f"{what} of the compiled step is not finite, where the eager step's is")
         if excess > 1:
-            ours, theirs = getattr(self.eager[i], name), getattr(self.compiled[i], name)
+            ours, theirs = getattr(self.eager[i], figure), getattr(self.compiled[i], figure)
             raise CaptureError(
-                f"the compiled step is wrong in {self.name}output {i}, of shape {tuple(self.reference[i].shape)}: its "
-                f"{name} against a float64 reference is {theirs:.1e}, and the eager step's {ours:.1e}"
+                f"the compiled step is wrong in {what}, of shape {tuple(self.reference[i].shape)}: its "
+                f"{_WORDS[figure]} against a float64 reference is {theirs:.1e} of its size, and the eager step's "
+                f"{ours:.1e}. Please report this with your model: the compiler has a bug, or this check is too strict"
             )
 
 
@@ -254,6 +263,7 @@ def excesses(
 
 
 _NAMES = ("error", "row", "slope")
+_WORDS = {"error": "error", "row": "largest error of a row", "slope": "error along it"}
 
 
 def figures(z: Tensor, reference: Tensor, size: float) -> Figures:

@@ -81,7 +81,10 @@ def check_compile(value: Any) -> None:
 class Programs(Generic[P]):
     """Finds or captures the program of a call.
 
-    max_programs: how many are kept; may be set at any time.
+    Attributes:
+        max_programs: how many are kept; may be set at any time.
+        announce: told what is about to be captured.
+        seconds: spent on captures, those that failed included; `check_seconds`, of them on checks of programs.
     """
 
     def __init__(self, signature: Signature, required: bool = False, max_programs: int = MAX_PROGRAMS):
@@ -92,6 +95,8 @@ class Programs(Generic[P]):
         self._wasted = self._failed = self._unsettled = 0  # attempts, in a row
         self._warned: set[str] = set()
         self._due: CaptureError | None = None
+        self.announce: Callable[[str], None] = lambda text: None
+        self.seconds = self.check_seconds = 0.0
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -103,6 +108,12 @@ class Programs(Generic[P]):
     def entries(self) -> list[Entry[P]]:
         """Of the programs, the least recently used first."""
         return [entry for entry in self._entries.values() if entry.program is not None]
+
+    @property
+    def graph_bytes(self) -> int | None:
+        """The memory of all CUDA graphs; None where there are none."""
+        each = [program.graph_bytes for program in self]
+        return sum(b for b in each if b is not None) if any(b is not None for b in each) else None
 
     def reset(self) -> None:
         """Discards everything, so that each signature is captured again."""
@@ -182,7 +193,7 @@ class Programs(Generic[P]):
         if not self._has_room(entry):
             return None
         family.captures += 1
-        began = time.perf_counter()
+        began = self._begin(entry)
         try:
             program = sizes.make(varying)
         except torch.OutOfMemoryError:
@@ -190,6 +201,8 @@ class Programs(Generic[P]):
         except Exception as error:
             self._stay_static(family, sizes, error)
             return None
+        finally:
+            self.seconds += time.perf_counter() - began
         self._entries[entry.key] = entry
         family.dynamic.append(entry)
         family.put_off = 0
@@ -267,8 +280,13 @@ class Programs(Generic[P]):
         del self._entries[entry.key]
         entry.program = None
 
+    def _begin(self, entry: Entry[P]) -> float:
+        """Announces a capture, and gives the time."""
+        self.announce(f"compiling {entry.label}")
+        return time.perf_counter()
+
     def _capture(self, entry: Entry[P], make: Callable[[], P]) -> None:
-        began = time.perf_counter()
+        began = self._begin(entry)
         try:
             program = make()
         except torch.OutOfMemoryError:
@@ -284,10 +302,13 @@ class Programs(Generic[P]):
             self.refuse(error)
         else:
             self._finish(entry, program, time.perf_counter() - began)
+        finally:
+            self.seconds += time.perf_counter() - began
 
     def _finish(self, entry: Entry[P], program: P, seconds: float) -> None:
         """Counts and logs a program that was captured."""
         entry.program, entry.seconds = program, seconds
+        self.check_seconds += program.check_seconds
         self._count_waste(entry)
         self._failed = self._unsettled = 0
         self._take_state_again(entry)

@@ -211,8 +211,7 @@ class CompiledSteps:
     @property
     def graph_bytes(self) -> int | None:
         """The memory of all CUDA graphs; None where there are none."""
-        each = [step.graph_bytes for step in self.programs]
-        return sum(b for b in each if b is not None) if any(b is not None for b in each) else None
+        return self.programs.graph_bytes
 
     def reset(self) -> None:
         """Discards all programs, so that every signature is captured again."""
@@ -335,6 +334,7 @@ def capturable(model: nn.Module, signature: Signature) -> Iterator[None]:
 def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call, varying: Dimensions | None) -> Step:
     model, loss_fn, signature = steps.model, steps.loss_fn, steps.programs.signature
     names: list[str] = []
+    outputs: list[str] = []
     leaves: list[Any] = []
     made: list[Any] = []
     check_model(model)
@@ -354,6 +354,7 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call, 
         others = [leaf for leaf in found if isinstance(leaf, Tensor)]
         places = iter(range(len(others)))
         names[:], made[:] = r.grads, [type(r), dicts, result_spec]
+        outputs[:] = [f"the gradient of {n}" for _ in ("grads", *dicts) for n in names]
         leaves[:] = [_Place(next(places)) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in found]
         return [*grads, *(results[name][n] for name in dicts for n in names), *others]
 
@@ -361,9 +362,8 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call, 
     inputs = [weights, seed, *(z for z in flat if isinstance(z, Tensor))]
     restore = partial(_restored, model, loss_fn, signature)
     pool = None if steps._newest is None else steps._newest.pool
-    captured = capture(
-        step, inputs, restore=restore, weights=weights if call.has_terms else None, pool=pool, varying=varying
-    )
+    terms = weights if call.has_terms else None
+    captured = capture(step, inputs, restore=restore, weights=terms, pool=pool, varying=varying, names=outputs)
     signature.settle(captured.program.state)
     kind, dicts, result_spec = made
     return Step(captured, [named[n] for n in names], names, kind, dicts, leaves, result_spec, steps._graph_memory)

@@ -12,10 +12,10 @@ from .metrics import in_words
 class Progress:
     """Epochs, loss, error, input loss and the time left, on standard error."""
 
-    def __init__(self, epochs: int, batches: int, first: int = 0, shown: bool = True):
+    def __init__(self, epochs: int, batches: int, shown: bool = True):
         self._is_shown = shown
-        self._epochs, self._batches, self._first = epochs, batches, first
-        self._shown, self._text, self._began = 0.0, "", time.monotonic()
+        self._epochs, self._batches = epochs, batches
+        self._shown, self._text = 0.0, ""
         self._bar: Any = None
 
     def __enter__(self) -> "Progress":
@@ -59,8 +59,7 @@ class Progress:
             return
         if not self._is_shown:
             return
-        done, left = metrics["epoch"] - self._first, self._epochs - metrics["epoch"]
-        seconds = (time.monotonic() - self._began) / done
+        left, seconds = self._epochs - metrics["epoch"], metrics["seconds"]  # the first epochs may compile
         times = f"  {_duration(seconds)} an epoch" + (f", {_duration(left * seconds)} left" if left else "")
         print(line + times, file=sys.stderr, flush=True)
 

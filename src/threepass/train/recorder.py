@@ -7,7 +7,6 @@ a change between two steps the step is recorded again.
 """
 
 import contextlib
-import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,28 +39,14 @@ class Recorder:
     def __init__(self, device: torch.device, model: nn.Module, loss_fn: Callable[..., Tensor], required: bool = False):
         self.device = device
         self.programs: Programs[Recording] = Programs(Signature(model, loss_fn), required)
-        self.announce: Callable[[str], None] = lambda text: None  # told what is about to be recorded
-        self.seconds = 0.0  # spent on recording
-        self.check_seconds = 0.0  # of them, on the check of what was compiled
         self._newest: CudaGraph | None = None  # keeps the graphs' memory pool alive when others make room
-
-    @property
-    def bytes(self) -> int | None:
-        """The memory of all graphs, where there are any."""
-        each = [recording.graph_bytes for recording in self.programs]
-        return sum(b for b in each if b is not None) if any(b is not None for b in each) else None
 
     def find(self, kind: Hashable, rows: int, make: Callable[[], Recording]) -> Recording | None:
         """The recording of a kind of step over a number of rows; None: it runs eagerly, by `programs.eagerly`.
 
         Both batch sizes of an epoch come again in the next one: each is recorded when it comes first.
         """
-
-        def announced() -> Recording:
-            self.announce(f"compiling {kind}, batches of {rows}")
-            return make()
-
-        return self.programs.find(kind, rows, announced, lambda: f"{kind}, batches of {rows}", recurring=True)
+        return self.programs.find(kind, rows, make, lambda: f"{kind}, batches of {rows}", recurring=True)
 
     def record(
         self,
@@ -83,21 +68,16 @@ class Recorder:
             with restore(), self.programs.signature.restored():
                 yield
 
-        began = time.perf_counter()
-        try:
-            captured = capture(program, [counter], graph=False, restore=restored, weights=weights, compiled=compiled)
-            self.check_seconds += captured.check_seconds
-            self.programs.signature.settle(captured.program.state)
+        captured = capture(program, [counter], graph=False, restore=restored, weights=weights, compiled=compiled)
+        self.programs.signature.settle(captured.program.state)
 
-            def step() -> Any:
-                return then(captured.ungraphed(counter))
+        def step() -> Any:
+            return then(captured.ungraphed(counter))
 
-            if self.device.type != "cuda":
-                return Recording(step, captured.check_seconds, None)
-            graph = self._graphed(step, restored)
-            return Recording(graph.replay, captured.check_seconds, graph.bytes)
-        finally:
-            self.seconds += time.perf_counter() - began
+        if self.device.type != "cuda":
+            return Recording(step, captured.check_seconds, None)
+        graph = self._graphed(step, restored)
+        return Recording(graph.replay, captured.check_seconds, graph.bytes)
 
     def _graphed(self, f: Callable[[], Any], restore: Callable[[], Any]) -> CudaGraph:
         with torch.cuda.device(self.device), warnings.catch_warnings():

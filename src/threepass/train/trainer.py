@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compile.programs import Programs
 from ..core.penalty import Penalty
 from ..errors import DivergedError, warn_caller
 from ..integrations.loggers import Logger
@@ -75,7 +76,8 @@ class Trainer:
 
         Loaders, and several ranks, which exchange gradients before an update, are compiled batch by batch.
         """
-        self.batches, self.recorder = self.feed.train, None
+        self.batches = self.feed.train
+        self.programs: Programs[Any] | None = None
         parts = (self.model, self.loss_fn, self.metric, self.batches, self.optimizer, self.config, self.penalty)
         measured = (self.model, self.loss_fn, self.metric, self.feed.val, self.config, self.penalty)
         self.evaluate = Validation(*measured, self.ranks)
@@ -83,11 +85,13 @@ class Trainer:
             self.steps = Steps(*parts, self.ranks)
         elif isinstance(self.batches, LoaderBatches) or self.ranks.size > 1:
             self.steps = CompiledGradientSteps(*parts, self.ranks)
+            self.programs = self.steps.compiled.programs
         else:
-            self.recorder = Recorder(self.device, self.model, self.loss_fn, self.config.compile == "require")
-            self.recorder.programs.signature.watch("penalty", self.penalty)
-            self.steps = CapturedSteps(*parts, recorder=self.recorder)
-            self.evaluate = CapturedValidation(*measured, recorder=self.recorder)
+            recorder = Recorder(self.device, self.model, self.loss_fn, self.config.compile == "require")
+            self.programs = recorder.programs
+            self.programs.signature.watch("penalty", self.penalty)
+            self.steps = CapturedSteps(*parts, recorder=recorder)
+            self.evaluate = CapturedValidation(*measured, recorder=recorder)
 
     def begin(self, folder: RunFolder) -> None:
         """Goes on from the folder's checkpoint; a new run gets its first one, and can be resumed from the start on."""
@@ -106,10 +110,10 @@ class Trainer:
         with (
             numerics(self.config),
             interrupts_between_steps() as self._interrupts,
-            Progress(self.config.epochs, len(self.batches), self.epoch, self.ranks.is_first) as progress,
+            Progress(self.config.epochs, len(self.batches), self.ranks.is_first) as progress,
         ):
-            if self.recorder is not None:
-                self.recorder.announce = progress.announce
+            if self.programs is not None:
+                self.programs.announce = progress.announce
             try:
                 while not self._finished():
                     self._train_epoch(progress, after_step, keep_going)
@@ -197,7 +201,8 @@ class Trainer:
 
     def _measure_epoch(self) -> dict[str, Any]:
         began = time.perf_counter() - self.seconds
-        step_seconds = (self.seconds - self._recording()) / self.done
+        capturing = 0.0 if self.programs is None else self.programs.seconds
+        step_seconds = (self.seconds - capturing) / self.done
         validation = self.evaluate()
         val_seconds = time.perf_counter() - began - self.seconds
         train = dict(zip(SUMS, self.steps.sums.tolist(), strict=True))
@@ -224,22 +229,19 @@ class Trainer:
             metrics |= measure_alignment(self.model, self.loss_fn, *self.feed.first, c)
         seconds = time.perf_counter() - began
         return (
-            metrics | {"step_seconds": step_seconds, "val_seconds": val_seconds, "seconds": seconds} | self._recorded()
+            metrics | {"step_seconds": step_seconds, "val_seconds": val_seconds, "seconds": seconds} | self._captured()
         )
 
-    def _recording(self) -> float:
-        """The time that recording took in this epoch so far."""
-        return 0.0 if self.recorder is None else self.recorder.seconds
-
-    def _recorded(self) -> dict[str, Any]:
-        """What recording cost, in the epochs in which something was recorded."""
-        if self.recorder is None or not self.recorder.seconds:
+    def _captured(self) -> dict[str, Any]:
+        """What capturing cost, in the epochs in which something was captured."""
+        programs = self.programs
+        if programs is None or not programs.seconds:
             return {}
-        recorder = self.recorder
         cost = {
-            "compile_seconds": recorder.seconds, "check_seconds": recorder.check_seconds, "graph_bytes": recorder.bytes,
+            "compile_seconds": programs.seconds, "check_seconds": programs.check_seconds,
+            "graph_bytes": programs.graph_bytes,
         }  # fmt: skip
-        recorder.seconds = recorder.check_seconds = 0.0
+        programs.seconds = programs.check_seconds = 0.0
         return {name: value for name, value in cost.items() if value is not None}
 
     def _log(self, metrics: dict[str, Any] | None = None) -> None:

@@ -61,7 +61,7 @@ _BACKWARD = {f.value: f.backward for f in KINDS.values()}
 
 
 def activate_again(graph: Graph) -> None:
-    """Behind pass 2, smooth activations from their inputs, which their tangents read anyhow."""
+    """After pass 2, smooth activations from their inputs, which their tangents read anyhow."""
     place = {n: i for i, n in enumerate(graph.nodes)}
     for u in list(graph.nodes):
         if u.target not in _BACKWARD:

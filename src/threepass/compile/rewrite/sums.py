@@ -87,7 +87,7 @@ def keep_gated_sums(graph: Graph) -> None:
 def keep_sums_of_errors(graph: Graph) -> None:
     """An error's sum that waits for exact mode's to be added: in memory, or the compiler takes it only then.
 
-    Behind `fuse`, whose kernels take that sum with the product.
+    Runs after `fuse`, whose kernels take that sum with the product.
     """
     for node in list(graph.nodes):
         is_sum = node.target is _aten.sum.dim_IntList and node.args[0].meta["val"].dim() == 4 and len(node.args) == 2
