@@ -117,3 +117,31 @@ def test_tiny_errors_survive_fp16():
     for name, g in exact.third_grads.items():
         if g.any():
             assert (low.third_grads[name].double() - g).norm() < 0.03 * g.norm(), name
+
+
+class Joined(nn.Module):
+    """As autocast runs a U-Net on a GPU: its norm in float32, and `cat` of that with a convolution's half format."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8)
+        self.second, self.head = nn.Conv2d(8, 8, 1), nn.Conv2d(16, 5, 1)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            z = nn.functional.gelu(self.norm(self.first(x).float()))
+        return self.head(torch.cat([z, self.second(z)], 1))
+
+
+@pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+def test_signals_have_the_format_of_what_they_belong_to(mode):
+    torch.manual_seed(0)
+    model, x, y = Joined(), torch.randn(4, 3, 6, 6), torch.randint(5, (4, 6, 6))
+    step = {"strength": 10.0, "mode": mode, "separate": True}
+    expected = threepass.three_pass(model, nn.functional.cross_entropy, x, y, **step).third_grads
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.second(x[:, [0] * 8]).dtype == torch.bfloat16
+        found = threepass.three_pass(model, nn.functional.cross_entropy, x, y, **step).third_grads
+    for name, g in expected.items():
+        assert (found[name] - g).norm() <= 0.05 * g.norm(), name

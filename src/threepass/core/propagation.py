@@ -117,7 +117,7 @@ class Propagation:
         if lin.curve is not None and self.d[0] is not None and self.t[0] is not None:
             curved = lin.curve(self.d[0], self.t[0], *self.weight_grads)
             pulled = curved if pulled is None else pulled + curved
-        return None if pulled is None else pulled.to(self.op.active[0][1].dtype)
+        return pulled
 
     def _add_generic(self, gradients: Gradients, backprop: Tensors, third: Tensors) -> None:
         for (_, weight), b, g in zip(self.op.weights, backprop, third, strict=True):

@@ -93,6 +93,8 @@ class Signals:
             self._own[z] = signal
 
     def add(self, z: ActivationMeta, signal: Tensor) -> None:
+        """Adds to the signal of z, in the format of z, as autograd accumulates gradients."""
+        signal = signal.to(z.dtype)  # under autocast, what reads z may compute in another format
         if z.storage in self._aliased:
             view = z.writable_view_in(self._buffer(z))
             view.add_(signal.sum_to_size(view.shape))
