@@ -225,9 +225,18 @@ def test_bad_values_get_words_and_no_traceback(arguments, code, message, capsys,
     assert main(arguments) == code
     said = capsys.readouterr()
     assert message in said.err
+    assert "--data" not in arguments or not said.out  # no word on recipes for data that is not there
     assert "data" in arguments or len(said.err.splitlines()) == 1
     assert "Traceback" not in said.err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", [["train", "--resume"], ["report"]])
+def test_a_run_named_without_its_folder(command, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--epochs", "1", "--name", "mine", "--probe-every", "0"]) == 0
+    assert main([*command, "mine"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].endswith("did you mean runs/mine?")
 
 
 def test_debug_shows_the_error_itself():

@@ -23,8 +23,8 @@ from .train.config import Config
 
 if TYPE_CHECKING:
     from .bench.case import Case
-    from .train.ranks import Ranks
     from .train.runs import Run
+    from .train.trainer import Trainer
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -111,7 +111,7 @@ class Task:
 
     Args:
         data: digits, mnist, fashion-mnist, cifar10, cifar100, a .npz file, or a folder of .npy / .npz arrays.
-        model: mlp, plain20, resnet20 (or another depth 6n + 2), vit, or module:function of your own.
+        model: mlp, plain20, resnet20 (or another depth 6n + 2), resnet18, vit, or module:function of your own.
         model_options: for the model's function, as JSON.
         init: xavier, kaiming, geometric or balanced; default: the model's own initialisation.
         data_dir: where the data is; default: $THREEPASS_DATA, then ~/.cache/threepass.
@@ -222,18 +222,19 @@ def train(
         values = {**vars(config), **vars(run)}
         run = Run.read(resume).resumed({flag: values[flag] for flag in given & values.keys()})
     with joined(find_device(run.device)) as ranks:
+        trainer = run.trainer(ranks)
         if resume is None and ranks.is_first:
             _say_what_was_chosen(task, recipes.train_defaults(task.model, task.data, given), config)
-        _train(run, ranks, Path("runs") / (name or task.name), resume, keep_going)
+        _train(run, trainer, Path("runs") / (name or task.name), resume, keep_going)
 
 
-def _train(run: "Run", ranks: "Ranks", place: Path, resume: Path | None, keep_going: bool) -> None:
+def _train(run: "Run", trainer: "Trainer", place: Path, resume: Path | None, keep_going: bool) -> None:
     """Trains in a new folder at `place`, or goes on in the folder `resume`; the first rank writes and reports."""
     from .train.folder import created, resumed
     from .train.metrics import in_words
     from .train.ranks import folder_of_first
 
-    trainer = run.trainer(ranks)
+    ranks = trainer.ranks
     with folder_of_first(ranks, lambda: created(place, numbered=True) if resume is None else resumed(resume)) as folder:
         trainer.begin(folder)
         if ranks.is_first:

@@ -61,10 +61,10 @@ class DivergedError(ArithmeticError):
         where = f"validation loss after epoch {epoch}"
         if batch is not None:
             where = f"training loss at step {self.step} (epoch {epoch}, batch {batch + 1})"
-        super().__init__(
-            f"the {where} is not finite: training diverged. Lower the learning rate or the strength; "
-            "keep_going=True (--keep-going) trains on regardless"
-        )
+        reason = "training diverged. Lower the learning rate or the strength"
+        if self.step == 1:
+            reason = "that is before the first update. Look for NaN or infinity in the data and in the initial weights"
+        super().__init__(f"the {where} is not finite: {reason}; keep_going=True (--keep-going) trains on regardless")
 
 
 class LeftOutWarning(UserWarning):

@@ -16,7 +16,7 @@ from .compile.step import AnyResult, Call, CompiledSteps, gradient_call, three_p
 from .core import engine, gradient_loss
 from .core.carried import Carried, rounded
 from .core.engine import Result
-from .core.gradient_loss import GradientOptions, GradientResult
+from .core.gradient_loss import GradientOptions, GradientResult, check_loss_fn
 from .core.misuse import (
     AccumulationWatch,
     BackwardWatch,
@@ -318,6 +318,7 @@ class GradientStep(_Step):
     ):
         self.options = GradientOptions(value_fn, wrt, input_at)
         super().__init__(model, loss_fn, compile)
+        check_loss_fn(loss_fn)
 
     def __call__(self, x: Any, y: Any = None) -> GradientResult:
         """Runs one step on a batch and adds its gradients to `p.grad`."""

@@ -1,6 +1,7 @@
 """Losses on the input gradient, against autograd with create_graph=True, in float64."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -383,3 +384,9 @@ def test_a_model_that_differentiates_itself_is_pointed_here():
         threepass.UnsupportedError, match=r"autograd.grad: the model computes a gradient .*gradient_step"
     ):
         threepass.three_pass(Forces(), F.mse_loss, X, Y)
+
+
+def test_a_loss_of_two_arguments_is_refused_before_anything_runs():
+    for make in (threepass.GradientStep, functools.partial(threepass.gradient_step, x=torch.randn(2, 3))):
+        with pytest.raises(TypeError, match=r"loss_fn must take \(output, g, y\)"):
+            make(nn.Linear(3, 1), lambda output, y: output.sum())

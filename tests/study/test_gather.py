@@ -90,6 +90,15 @@ def test_a_seed_that_occurs_twice_counts_once(tmp_path):
     assert gather([runs[0], runs[0]]).notes == []  # the same folder twice is one run
 
 
+def test_runs_of_unequal_length_are_noted(tmp_path):
+    short, long = write_run(tmp_path / "short", lr=0.1), write_run(tmp_path / "long", lr=0.2)
+    assert gather([short, long]).notes == []
+    lines = (long / "metrics.jsonl").read_text().splitlines()
+    (long / "metrics.jsonl").write_text("\n".join([*lines, lines[-1]]) + "\n")
+    (note,) = gather([short, long]).notes
+    assert "differ in their number of epochs (short 2, long 3)" in note
+
+
 def test_a_run_that_does_not_name_its_data_is_compared_with_nothing(tmp_path):
     runs = [write_run(tmp_path / name / f"seed-{i}", seed=i) for name in ("a", "b") for i in (0, 1)]
     for run in runs:

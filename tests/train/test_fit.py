@@ -77,7 +77,7 @@ def test_a_loader_gives_what_the_data_in_memory_gives():
     assert metrics["val_error"] == pytest.approx((r.output.argmax(1) != y).float().mean().item())
 
 
-def test_loaders_with_compiled_steps(monkeypatch):
+def test_loaders_with_compiled_steps(monkeypatch, capsys):
     monkeypatch.setattr(inductor, "compiled", lambda program, inputs: lambda values: program.graph(*values))
     x, y = torch.randn(40, 5).double(), torch.arange(40) % 3
     pair = DataLoader(TensorDataset(x, y), 10), DataLoader(TensorDataset(x, y), 10)
@@ -85,7 +85,12 @@ def test_loaders_with_compiled_steps(monkeypatch):
     def model():
         return nn.Sequential(*[m for m in small().double() if not isinstance(m, nn.Dropout)])
 
-    got = fit(model(), pair, epochs=2, alpha=0.5, alpha_end=0.2, compile="require").model
+    trained = fit(model(), pair, epochs=2, alpha=0.5, alpha_end=0.2, compile="require")
+    got, (first, second) = trained.model, trained.history
+    assert 0 < first["check_seconds"] < first["compile_seconds"] < first["seconds"]
+    assert first["step_seconds"] < first["compile_seconds"]
+    assert "compile_seconds" not in second
+    assert "compiling paper mode, " in capsys.readouterr().err
     expected = fit(model(), pair, epochs=2, alpha=0.5, alpha_end=0.2).model
     for p, q in zip(got.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
@@ -205,6 +210,19 @@ def test_training_that_diverges_stops_at_the_step(tmp_path):
     assert json.loads((tmp_path / "checkpoint" / "state.json").read_text())["position"] == [0, 0]
     result = fit(simple(), data(), epochs=2, batch_size=4, lr=1e20, keep_going=True)
     assert len(result.history) == 2
+
+
+def test_a_first_loss_that_is_not_finite_is_no_divergence():
+    model = simple()
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    with pytest.raises(threepass.DivergedError, match=r"step 1 .*before the first update. Look for NaN .* in the data"):
+        fit(model, data(), epochs=1, batch_size=4)
+
+
+def test_the_name_of_a_data_set_is_not_its_data():
+    with pytest.raises(TypeError, match=r"give threepass.train.data.load\('mnist'\) instead"):
+        fit(simple(), "mnist")
 
 
 def test_the_last_update_may_diverge_too():

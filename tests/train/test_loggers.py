@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from small_run import trained
 
 import threepass
 from threepass.integrations.loggers import MlflowLogger
-from threepass.train.data import load
 
 
 class Kept:
@@ -20,12 +19,6 @@ class Kept:
 
     def log(self, step, values):
         self.rows.append((step, dict(values)))
-
-
-def trained(logger=None, **options):
-    torch.manual_seed(0)
-    model = threepass.models.mlp(64, 8, 10)
-    return threepass.fit(model, load("digits"), batch_size=512, lr=0.05, probe_every=0, logger=logger, **options)
 
 
 def test_a_logger_gets_every_step_and_epoch():
@@ -55,7 +48,7 @@ def test_wandb_offline(tmp_path):
     pytest.importorskip("wandb")
     code = """
 import wandb
-from test_loggers import trained
+from small_run import trained
 from threepass.integrations.loggers import WandbLogger
 with wandb.init(project="test") as run:
     print(trained(WandbLogger(run), epochs=1).history[-1]["val_loss"])

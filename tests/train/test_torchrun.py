@@ -6,7 +6,6 @@ Two processes, with the environment that torchrun gives them, run their commands
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from close import assert_close
+from processes import free_port
 from safetensors.torch import load_file
 
 import threepass
@@ -75,12 +75,6 @@ BY_TWO = [
     resumed("random-parts"),
 ]
 AFTER = [resumed("two")]
-
-
-def free_port() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
 
 
 def work(rank: int, folder: str, ports: list[str]) -> None:

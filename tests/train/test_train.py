@@ -243,7 +243,7 @@ def test_a_disk_that_fails_stops_the_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"learning_rate": 1}, "unknown setting 'learning_rate'"),
+        ({"learning_rate": 1}, "unknown setting 'learning_rate'; did you mean 'lr'?"),
         ({"epoch": 3}, "did you mean 'epochs'"),
         ({"alpha": 2}, "alpha must be a number"),
         ({"schedule": "sine"}, "schedule must be one of constant, step, cosine"),

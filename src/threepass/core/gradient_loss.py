@@ -15,6 +15,7 @@ pass 4 starts from, so that one pass 4 serves them together. Some piecewise line
 (`samplewise.py`).
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -118,7 +119,20 @@ def gradient_step(
         >>> r.input_grad.shape
         torch.Size([5, 3])
     """
+    check_loss_fn(loss_fn)
     return run(model, loss_fn, x, y, GradientOptions(value_fn, wrt, input_at, separate))
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Raises a `TypeError` if it cannot be called with three arguments, where that can be told beforehand."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # not a function, or one that is not written in Python
+        return
+    try:
+        signature.bind(None, None, None)
+    except TypeError as error:
+        raise TypeError(f"loss_fn must take (output, g, y), where g = d value / dx: {error}") from None
 
 
 def run(

@@ -21,7 +21,7 @@ from .alignment import Alignment, alignment
 
 START = 0.1  # the strength to begin with, where the gradients' norms give no reason for another
 SHARE = 1e-3, 0.3  # of backpropagation's gradient norm: what the third pass may come to at the first strength
-ENOUGH = 0.5  # the cosine from which paper mode is advised for a model without norms
+ENOUGH = 0.5  # the cosine from which paper mode is advised for a model without norms that has smooth activations
 ROUNDS, SECONDS = 20, 1.0  # of the measurement of time, which ends with the first limit reached, after three rounds
 SMOOTH = (  # curved activations and what contains them; paper mode treats their derivatives as constants
     "celu", "elu", "exp", "gelu", "glu", "gru", "log_softmax", "logsigmoid", "lstm", "mish", "rnn_tanh",
@@ -84,7 +84,7 @@ def advise(
 
     It takes a second or two, and changes nothing: no `.grad`, no buffers, no random state. Use a batch as training has
     it. A model in eval mode is measured in training mode, where batch norm depends on the batch. Alignment falls as a
-    net learns, so ask again after an epoch or two.
+    net learns, so ask again after an epoch or two if the model has smooth activations and no norms.
 
     Examples:
         >>> from threepass import models
@@ -97,7 +97,7 @@ def advise(
     with _training_mode(model):
         norms, activations = _curved(model, loss_fn, x, y, input_at)
         found = alignment(model, loss_fn, x, y, input_at)
-        mode = "exact" if norms or not found.cosine >= ENOUGH else "paper"
+        mode = "exact" if norms or (activations and not found.cosine >= ENOUGH) else "paper"
         options = Options(mode=mode, strength=1.0, input_at=input_at, separate=True)
         ratio = _gradient_ratio(model, loss_fn, x, y, options)
         seconds = _step_seconds(model, loss_fn, x, y, input_at)
@@ -155,6 +155,10 @@ def _curved(model, loss_fn, x, y, input_at: str | None) -> tuple[tuple[str, ...]
 def _gradient_ratio(model, loss_fn, x, y, options: Options) -> float:
     with unchanged_on_error(model, always=True):
         r = run(model, loss_fn, x, y, options, warn=False)
+    if not math.isfinite(r.loss.item()):
+        raise ValueError(
+            f"the loss is {r.loss.item()} on this batch: look for NaN or infinity in x, y and the model's parameters"
+        )
     norms = [
         torch.stack([g.double().norm() for g in (t or {}).values()]).norm() for t in (r.third_grads, r.backprop_grads)
     ]
@@ -167,8 +171,15 @@ def _about_mode(mode: str, norms: tuple[str, ...], activations: tuple[str, ...],
         return [f"the model has {', '.join(norms)}, whose curvature paper mode leaves out; {measured}"]
     if mode == "exact":
         return [f"{measured}, below {ENOUGH}: paper mode would point elsewhere than the gradient of the input loss"]
-    kind = f"no norms, but {', '.join(activations)}" if activations else "neither norms nor smooth activations"
-    return [f"the model has {kind}, and {measured}; it can fall during training: ask again after an epoch or two"]
+    if activations:
+        return [
+            f"the model has no norms, but {', '.join(activations)}, and {measured}; it can fall during training: ask "
+            "again after an epoch or two"
+        ]
+    return [
+        "the model has neither norms nor smooth activations: such nets trained well in paper mode, which costs less, "
+        f"also where its third pass was not the exact one (docs/choose.md); {measured}"
+    ]
 
 
 def _about_strength(strength: float, ratio: float) -> str:

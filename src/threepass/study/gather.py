@@ -133,9 +133,12 @@ def gather(folders: Sequence[Path]) -> Study:
                     f"{folder}: reports compare validation errors, and this run has none: it has no classes"
                 )
         else:
+            near = Path("runs") / folder
+            hint = "give a folder that `threepass compare` or `threepass train` wrote"
+            if near.is_dir():
+                hint = f"did you mean {near}?"
             raise FileNotFoundError(
-                f"{folder} holds no run: there is neither compare.json nor metrics.jsonl in it; "
-                "give a folder that `threepass compare` or `threepass train` wrote"
+                f"{folder} holds no run: there is neither compare.json nor metrics.jsonl in it; {hint}"
             )
     study.loose = _grouped(single, study.notes)
     study.groups += study.loose
@@ -145,7 +148,17 @@ def gather(folders: Sequence[Path]) -> Study:
         if n := sum(run.diverged for run in group.runs):
             runs = count(len(group.runs), "run")
             study.notes.append(f"{group.name}: {n} of {runs} diverged and left out of all figures.")
+    study.notes += _unequal_lengths(study.groups)
     return study
+
+
+def _unequal_lengths(groups: Sequence[Group]) -> list[str]:
+    """A note where runs have not gone through the same number of epochs: figures are those of each one's last."""
+    epochs = {group.name: {len(run.history) for run in group.runs if not run.diverged} for group in groups}
+    if len(set[int]().union(*epochs.values())) < 2:
+        return []
+    each = ", ".join(f"{name} {' or '.join(map(str, sorted(n)))}" for name, n in epochs.items() if n)
+    return [f"The runs differ in their number of epochs ({each}), and figures are those of each run's last epoch."]
 
 
 def read(folder: Path) -> Run:

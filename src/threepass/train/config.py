@@ -17,6 +17,7 @@ from ..core.penalty import NAMES
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "step", "cosine")
 PRECISIONS = ("float32", "tf32", "bf16")
+SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay", "num_epochs": "epochs"}  # what others call a setting
 NOT_WITH_STRENGTH = ("alpha", "reduction")  # strength takes their place
 RESUME_MAY_CHANGE = ("epochs", "patience", "probe_every", "align_every", "save_every", "save_minutes")
 
@@ -202,7 +203,7 @@ class Config:
         known = [f.name for f in dataclasses.fields(cls)]
         for key in settings:
             if key not in known:
-                near = difflib.get_close_matches(key, known, 1)
+                near = difflib.get_close_matches(SYNONYMS.get(key, key), known, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
                 raise ValueError(f"unknown setting {key!r}{hint}")
         unused = {name for name in NOT_WITH_STRENGTH if settings.get(name, 0) is None}

@@ -34,6 +34,8 @@ def feed(data: Data, config: Config, device: torch.device, ranks: Ranks = ALONE)
         return _from_memory(data, config, ranks)
     if isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(one, DataLoader) for one in data):
         return _from_loaders(data[0], data[1], config, device)
+    if isinstance(data, str):
+        raise TypeError(f"data is the name {data!r}: give threepass.train.data.load({data!r}) instead")
     raise TypeError(
         "data must be a threepass.train.data.DataSet, as load and from_dataset give it, or a pair of torch "
         f"DataLoaders, (train_loader, val_loader); got {type(data).__name__}"

@@ -72,7 +72,9 @@ class Run:
     @classmethod
     def read(cls, folder: Path) -> "Run":
         if not (folder / "run.json").exists():
-            raise FileNotFoundError(f"{folder} holds no run: there is no run.json in it")
+            near = Path("runs") / folder
+            hint = f": did you mean {near}?" if (near / "run.json").exists() else ""
+            raise FileNotFoundError(f"{folder} holds no run: there is no run.json in it{hint}")
         file = folder / "run.json"
         about = read_object(file, KEYS)
         config = Config.from_dict(about["config"], file)
