@@ -1,6 +1,7 @@
 """Two processes that compute a table each, for tests of several ranks."""
 
 import io
+import socket
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ def _work(rank: int, results: Callable[[int], dict], folder: str, ignored: tuple
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", ".*torch.jit.script.*", DeprecationWarning)
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # by checkpoints of torch 2.10
     for category in ignored:
         warnings.simplefilter("ignore", category)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
@@ -29,3 +31,9 @@ def _work(rank: int, results: Callable[[int], dict], folder: str, ignored: tuple
         torch.save(results(rank), f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
+
+
+def free_port() -> str:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])

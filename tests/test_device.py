@@ -111,7 +111,7 @@ def test_programs_for_several_shapes_share_memory_on_a_gpu():
 def test_slope_of_the_third_pass_is_one_in_a_compiled_bf16_step_on_a_gpu(kind):
     if not torch.cuda.is_available():
         pytest.skip("no accelerator here")
-    from test_capture import bf16_slopes
+    from narrow_slopes import bf16_slopes
 
     slopes = bf16_slopes(kind, 0.5, 1e-2, compile_=True, device="cuda")
     assert abs(slopes.mean() - 1) <= 3 * slopes.std() / len(slopes) ** 0.5 + 0.02

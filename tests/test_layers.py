@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import pytest
 from modules import MODULES, SOURCE
@@ -77,3 +78,10 @@ def test_imports_inside_functions_count():
 def test_absolute_imports_count():
     code = "import json\nimport threepass.train.loop\nfrom threepass.train import steps"
     assert list(imports("step", ast.parse(code))) == ["train.loop", "train.steps"]
+
+
+def test_tests_take_their_helpers_from_helper_modules():
+    for path in Path(__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert not (node.module or "").startswith("test_"), f"{path.name} imports from {node.module}"

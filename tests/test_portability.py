@@ -67,8 +67,9 @@ def test_export_gives_the_graph_of_an_untouched_model(model):
 
 
 def test_torch_compile_of_a_trained_model(model):
-    """By a backend that compiles nothing, with one graph, because a step leaves nothing behind that breaks it."""
+    """By a backend that compiles nothing, with one graph, because a step leaves nothing on it that breaks it."""
     x, _ = batch()
+    torch.compiler.reset()  # of what other tests of this process left
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), model(x), rtol=1e-12, atol=0)
 

@@ -27,7 +27,7 @@ def problem(name, checkpointing=False):
     return model.double(), [x.double() if x.is_floating_point() else x, y, v]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SMALL)
 def test_small_versions_are_exact(name, checkpointing):
     """In float64: eager and captured exact steps against double backward, captured paper steps against eager ones."""
@@ -98,6 +98,7 @@ def without_compiling(monkeypatch):
     return made
 
 
+@pytest.mark.slow
 def test_stages_write_at_once_and_repeat_nothing(without_compiling, tmp_path):
     case = replace(SMALL["gpt2"], rounds=2, threads=1).settled()
     saved = []

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from close import assert_close
 from processes import RANKS, spawned
-from test_ranks import TERMS, B, Tokens, batch, net, of_gradients, refused, tokens, whole
+from small_batches import TERMS, B, Tokens, batch, net, of_gradients, refused, tokens, whole
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F

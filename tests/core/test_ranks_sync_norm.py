@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from close import assert_close
 from processes import RANKS, spawned
-from test_ranks import TERMS, UNEVEN, B, of_gradients, refused
+from small_batches import TERMS, UNEVEN, B, of_gradients, refused
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F

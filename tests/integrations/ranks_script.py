@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from test_integrations import LR, Sentences, bert, lightning_module
+from adopters import LR, Sentences, bert, lightning_module
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset

@@ -4,19 +4,15 @@ import copy
 
 import pytest
 import torch
+from adopters import LR, Sentences, bert, lightning_module, parameters
 from close import assert_close
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import threepass
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
-LR = 0.1
-
-
-def parameters(model: nn.Module) -> dict:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def test_the_models_own_loss():
@@ -41,28 +37,6 @@ def test_the_models_own_loss():
 
 
 # Hugging Face
-
-
-class Sentences(Dataset):
-    def __init__(self, count: int = 8):
-        generator = torch.Generator().manual_seed(0)
-        self.ids = torch.randint(2, 11, (count, 5), generator=generator)
-        self.labels = torch.randint(2, (count,), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, i: int) -> dict:
-        return {"input_ids": self.ids[i], "attention_mask": torch.ones(5, dtype=torch.long), "labels": self.labels[i]}
-
-
-def bert() -> nn.Module:
-    import transformers
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12}
-    config = transformers.BertConfig(vocab_size=11, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes)
-    return transformers.BertForSequenceClassification(config).double()
 
 
 @pytest.mark.parametrize("options", [{"strength": 0.5, "mode": "exact"}, {"alpha": 0.3}], ids=str)
@@ -131,29 +105,6 @@ def test_accelerate():
 
 
 # Lightning
-
-
-def lightning_module(dictionary: bool):
-    import lightning
-
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4)).double()
-            self.logged = []
-
-        def training_step(self, batch, batch_idx):
-            x, y = batch
-            loss = F.cross_entropy(self.net(x), y)
-            self.log("loss", loss)
-            self.logged.append(batch_idx)
-            return {"loss": loss, "other": y} if dictionary else loss
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), LR)
-
-    return Module()
 
 
 def fit_with_lightning(module, tmp_path, callback, **options) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from adopters import LR, Sentences, bert, lightning_module, parameters
 from close import assert_close
+from processes import free_port
 from ranks_script import LIBRARIES, OPTIONS, samples
-from test_integrations import LR, Sentences, bert, lightning_module, parameters
-from test_torchrun import free_port
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
