@@ -4,6 +4,9 @@
 
 The three take turns, so that a change of the machine's load meets them all. Seconds are the process's own (CPU time of
 one thread), the least of all rounds. Prints a table, and with --out writes JSON.
+
+Result: results/gradient-losses/cpu-schnet.json (and cpu-schnet-small.json for the small batch), quoted by
+docs/gradient-losses.md.
 """
 
 import argparse

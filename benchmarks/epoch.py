@@ -18,6 +18,8 @@ are {plain-20, plain-32} x {CIFAR-10, CIFAR-100} x {Xavier, Kaiming, three passe
 fused optimizers read a float32 learning rate, so that 1e-7 of an update is as near as they come.
 --together K trains K models at once, each in a process of its own or, with --threads, on a stream of its own in this
 process. Every run records alone, then all start together; `wall` is then one epoch of all K.
+
+Result: results/bench/h200-epoch-table-tf32.json (--table), quoted by docs/speed-details.md.
 """
 
 import argparse

@@ -15,6 +15,8 @@ proportion to the batch but for the weights' gradients, meets the memory of the 
 Each row is written as soon as it is measured, and rows that are in the file are left out, so that a run that was
 stopped, or that --minutes ended, goes on. --prepare compiles without timing, so that a later run finds its programs in
 the caches (TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR). --size tiny: a test of all paths.
+
+Result: results/gradient-losses/h200.json, quoted by docs/gradient-losses.md.
 """
 
 import argparse
@@ -35,6 +37,7 @@ from torch.func import functional_call
 
 import threepass
 from threepass._torch_compat import make_fx
+from threepass._version import commit
 from threepass.bench.case import machine
 from threepass.bench.measure import peak_bytes, summary, take_turns
 from threepass.compile.cuda_graph import CudaGraph
@@ -124,10 +127,14 @@ def ours(problem: Problem, compile: bool = False) -> Step:
         return tuple(grads.get(n) for n, _ in weights)
 
     run()
-    if not compile or not next(iter(problem.x.values())).is_cuda:
+    if not compile:
         return Step(run, run)
     assert step.compiled is not None
+    if not step.compiled.programs:  # a first call may fill a cache of the net's own: its program comes with the second
+        run()
     (program,) = step.compiled.programs
+    if not next(iter(problem.x.values())).is_cuda:
+        return Step(run, run)
     return Step(run, lambda: program.captured.ungraphed(*program.captured.inputs))
 
 
@@ -187,6 +194,7 @@ def measure(name: str, method: str, size: str, device: str, rounds: int) -> dict
         grads = step.run()
         first = time.perf_counter() - began
         row = {"first_seconds": first, "difference": None if reference is None else difference(grads, reference)}
+        row["commit"] = commit()
         row |= summary(take_turns({method: step.run}, rounds, cuda)[method])
         row["peak_bytes"] = peak_bytes(step.bare, cuda)
     except Exception as error:  # whatever a method does not support, the others still count

@@ -4,6 +4,8 @@
 schnetpack==2.1.1 ase` and `pip install --no-deps torch_geometric tqdm xxhash psutil`, beside numpy and scipy, are
 enough for them. SchNetPack's modules are imported without its `__init__`, which imports its data loaders, and these do
 not import with every torch.
+
+Result: those of `gradient_losses.py`, quoted by docs/gradient-losses.md.
 """
 
 import importlib

@@ -6,6 +6,8 @@ The net and the loss, on energies and forces, are those of `eager_forces.py`, on
 captured for the first batches only, as many as --static says, because each takes as long as the dynamic one. Of
 compiled steps the wall-clock seconds of the first call with each batch are given, compilation included; of all methods
 the CPU seconds of one thread for a later step with each batch, the least of all rounds, in which methods take turns.
+
+Result: results/gradient-losses/cpu-sizes.json, quoted by docs/gradient-losses.md.
 """
 
 import argparse

@@ -12,6 +12,8 @@ With --quick: every call once, of two samples, checked and not timed, its name p
 
 Writes $OUT/kernels_attention.json if OUT is set; exits with 1 if an error is too large, and with 2, naming the call, if
 one leaves the GPU unusable, as an illegal memory access does: nothing that comes after it could be trusted.
+
+Result: printed, and no figure of it is quoted; docs/speed-details.md names it.
 """
 
 import argparse

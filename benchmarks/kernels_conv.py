@@ -12,6 +12,8 @@ For every layer shape, at batch 128 (float32 with TF32, bfloat16) and 1024 (bflo
 A time is the median over replays of a CUDA graph of 20 calls; what fits the L2 cache stays there, for cuDNN too.
 Kernels are compiled beforehand by worker processes, into Triton's cache. With OUT set, all numbers go to
 $OUT/kernels_conv.json.
+
+Result: results/bench/h200-kernels-conv.json, quoted by docs/speed-details.md.
 """
 
 import functools

@@ -2,9 +2,11 @@
 
     PYTHONPATH=src python benchmarks/kernels_rows.py [--out FILE] [--tune]
 
-Signals are (batch, tokens, width), as in ViT-Tiny at batch 256: 192 columns in the stream, 768 behind the first weight
+Signals are (batch, tokens, width), as in ViT-Tiny at batch 256: 192 columns in the stream, 768 after the first weight
 of a block. Times are medians over replays of a CUDA graph. `share`: bytes read and written once each, over the time,
 as a share of what a copy of such a tensor reaches. With --tune: the kernels by their blocks.
+
+Result: results/bench/h200-kernels-rows.json, quoted by docs/speed-details.md.
 """
 
 import argparse

@@ -5,6 +5,8 @@
 Seconds of a step without the optimizer, with gradients set to None before it; the two take turns. On a CPU these are
 processor seconds of one thread, which other programs on the machine hardly change. On a GPU: --device cuda --out
 results/bench/h200-loss.json.
+
+Result: results/bench/cpu-loss.json, quoted by docs/loops.md.
 """
 
 import argparse

@@ -6,6 +6,8 @@ Seconds of a step with and without the exchange (`no_sync`), of plain training a
 gradients are set to None before every step. Plain training exchanges a bucket as soon as its gradients are there, while
 the backward pass goes on; a step of three passes exchanges all buckets after its passes. The difference between its two
 times is therefore the most that overlapping the exchange with the third pass could save.
+
+Result: results/bench/cpu-ranks.json, quoted by docs/loops.md.
 """
 
 import argparse

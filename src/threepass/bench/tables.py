@@ -25,7 +25,7 @@ RIVALS = {  # the columns of the short tables
 COSTS = {  # their rows: file, and eager or compiled
     "plain-20, GPU, eager": ("h200-plain20-128-tf32", "eager"),
     "plain-20, GPU, compiled": ("h200-plain20-128-tf32", "best"),
-    "ResNet-18, GPU, compiled": ("h200-resnet18-256-bf16", "best"),
+    "ResNet-18, GPU, compiled": ("h200-resnet18-256-tf32", "best"),
     "ViT-Tiny, GPU, compiled": ("h200-vit-depth12-256-bf16", "best"),
     "plain-20, CPU, eager": ("cpu-plain20-128-float32", "eager"),
     "plain-20, CPU, compiled": ("cpu-plain20-128-float32", "best"),
