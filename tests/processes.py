@@ -2,6 +2,7 @@
 
 import io
 import socket
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -37,3 +38,9 @@ def free_port() -> str:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return str(s.getsockname()[1])
+
+
+def leave_group() -> None:
+    """For the end of a script: gloo's threads abort a Python that is exiting if they release a tensor only then."""
+    dist.destroy_process_group()
+    time.sleep(1)

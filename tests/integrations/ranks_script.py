@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from adopters import LR, Sentences, bert, lightning_module
+from processes import leave_group
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -82,3 +83,4 @@ if __name__ == "__main__":
     for name, train in LIBRARIES.items():
         weights = {n: p.detach() for n, p in train(folder).named_parameters()}
         torch.save(weights, folder / f"{name}-{os.environ['RANK']}.pt")
+    leave_group()

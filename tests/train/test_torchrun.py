@@ -22,8 +22,17 @@ from threepass.cli import main
 
 RANKS = 2
 MODEL = '''
+import atexit
 import os
+from pathlib import Path
 from torch import nn
+
+def note_threads():
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    Path("threads-" + os.environ["RANK"]).write_text("".join(names))
+
+if "RANK" in os.environ:
+    atexit.register(note_threads)
 
 class Double(nn.Module):
     """A small net in float64; a rank can be made to end in the middle of the run."""
@@ -154,6 +163,16 @@ def test_a_rank_that_dies_ends_the_job_and_the_run_goes_on(runs, monkeypatch):
     monkeypatch.chdir(folder)
     assert main(["train", "--resume", "runs/ended"]) == 0
     assert_close(weights(runs / "ended"), weights(runs / "whole"), 1e-10)
+
+
+def test_no_thread_of_gloo_is_left_when_python_exits(runs):
+    """One that still releases a tensor would abort the process, and torchrun would take the run for a failure."""
+    done = torchrun(runs.parent, *new("left", epochs=1))
+    assert done.returncode == 0, done.stderr
+    for rank in range(RANKS):
+        threads = (runs.parent / f"threads-{rank}").read_text().split()
+        assert threads
+        assert not [name for name in threads if "gloo" in name]
 
 
 def test_a_batch_smaller_than_the_ranks_says_so():

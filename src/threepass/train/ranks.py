@@ -7,6 +7,7 @@ writes the run's folder.
 """
 
 import contextlib
+import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -105,6 +106,9 @@ def joined(device: torch.device) -> Iterator[Ranks]:
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if device.index is None else device)
         device = torch.device("cuda", torch.cuda.current_device())
+    # Imported while a group exists, this module keeps it in its functions' default arguments (seen in 2.10 to 2.13):
+    # gloo's threads then outlive the group, and abort a Python that is exiting if they release a tensor.
+    importlib.import_module("torch.distributed.nn.functional")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         with warnings.catch_warnings():
