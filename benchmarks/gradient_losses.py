@@ -12,11 +12,13 @@ First, every net's gradients are compared with double backward in float64 at a t
 allocated, without the CUDA graph, whose memory is a pool of its own. The largest batch, on a GPU: where the peak, in
 proportion to the batch but for the weights' gradients, meets the memory of the device.
 
+On a CPU a step has one thread, and its seconds are processor time, which other programs on the machine hardly change.
+
 Each row is written as soon as it is measured, and rows that are in the file are left out, so that a run that was
 stopped, or that --minutes ended, goes on. --prepare compiles without timing, so that a later run finds its programs in
 the caches (TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR). --size tiny: a test of all paths.
 
-Result: results/gradient-losses/h200.json, quoted by docs/gradient-losses.md.
+Result: results/gradient-losses/h200.json and cpu.json, quoted by docs/gradient-losses.md.
 """
 
 import argparse
@@ -195,13 +197,25 @@ def measure(name: str, method: str, size: str, device: str, rounds: int) -> dict
         first = time.perf_counter() - began
         row = {"first_seconds": first, "difference": None if reference is None else difference(grads, reference)}
         row["commit"] = commit()
-        row |= summary(take_turns({method: step.run}, rounds, cuda)[method])
+        row |= summary(
+            take_turns({method: step.run}, rounds, cuda)[method] if cuda else processor_seconds(step.run, rounds)
+        )
         row["peak_bytes"] = peak_bytes(step.bare, cuda)
     except Exception as error:  # whatever a method does not support, the others still count
         return {"fails": f"{type(error).__name__}: {str(error).strip()[:300]}"}
     if cuda:
         row["largest_batch"] = largest_batch(problem, SIZES[size][name][0], row["peak_bytes"])
     return row
+
+
+def processor_seconds(run: Run, rounds: int) -> list[float]:
+    times = []
+    for _ in range(rounds):
+        run()  # a step follows one of its own kind, as in training
+        began = time.process_time()
+        run()
+        times.append(time.process_time() - began)
+    return times
 
 
 def largest_batch(problem: Problem, samples: int, peak: int) -> int:
@@ -276,6 +290,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
+    if given.device == "cpu":
+        torch.set_num_threads(1)
     deadline = time.perf_counter() + 60 * given.minutes
     found = json.loads(given.out.read_text()) if given.out.exists() else {"nets": {}}
     found |= {"machine": machine(given.device), "threads": torch.get_num_threads()}
