@@ -278,12 +278,15 @@ def test_accuracies_of_plain20_are_those_of_the_result_file():
     assert f"{mean(two):.1f} % by two passes and {mean(three):.1f} % by three, means of {seeds} seeds" in text
 
 
-def test_gradient_losses_on_a_gpu_are_those_of_the_result_file():
-    nets = json.loads((ROOT / "results" / "gradient-losses" / "h200.json").read_text())["nets"]
+@pytest.mark.parametrize(("file", "traced", "digits"), [("h200", "traced-graph", 2), ("cpu", "traced", 1)])
+def test_costs_of_published_nets_are_those_of_the_result_files(file, traced, digits):
+    nets = json.loads((ROOT / "results" / "gradient-losses" / f"{file}.json").read_text())["nets"]
     page = (ROOT / "docs" / "gradient-losses.md").read_text()
-    measured = [net for net in nets.values() if "threepass-compiled" in net["methods"]]
+    measured = [net["methods"] for net in nets.values() if "threepass-compiled" in net["methods"]]
     assert len(measured) >= 3
-    for net in measured:
-        for name in ("double", "traced-graph", "threepass", "threepass-compiled"):
-            row = net["methods"][name]
-            assert f"{1000 * row['median']:.2f} ms, {row['peak_bytes'] / 2**20:.0f} MiB" in page
+    for methods in measured:
+        rows = [methods[name] for name in ("double", traced, "threepass", "threepass-compiled")]
+        cells = [f"{1000 * row['median']:.{digits}f} ms, {row['peak_bytes'] / 2**20:.0f} MiB" for row in rows]
+        fastest = min(rows[:2], key=lambda row: row["median"])
+        ratios = [rows[-1][figure] / fastest[figure] for figure in ("median", "peak_bytes")]
+        assert f"| {' | '.join(cells)} | {ratios[0]:.2f}x, {ratios[1]:.2f}x |" in page
