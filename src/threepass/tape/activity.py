@@ -87,7 +87,7 @@ class ActivityTracker(FunctionInterceptor):
                 self._computed[id(z)] = z
 
     def _mark_hidden_weights(self, active: list[Tensor]) -> bool:
-        """Marks tensors without metadata that were computed from parameters alone by calls that the tape did not see; whether any was.
+        """Marks what was computed from parameters alone by calls that the tape did not see; whether there is any.
 
         In the graph of what an earlier step computed, the input of that step is a leaf too.
         """
