@@ -87,6 +87,7 @@ __all__ = [
     "has_gradient_hooks",
     "has_saved_tensor_hooks",
     "innermost_function_mode",
+    "innermost_transform",
     "is_dynamo_imported",
     "is_traced",
     "is_wrapped_by_compile",
@@ -129,6 +130,9 @@ checkpoint_generator = torch.utils.checkpoint._checkpoint_without_reentrant_gene
 
 # seen in 2.10 to 2.13: no torch function mode or override sees what runs inside
 DisableTorchFunction = torch._C.DisableTorchFunction
+
+# seen in 2.10 to 2.13: the transform of torch.func (grad, jvp, vmap) that is running, or None
+innermost_transform = torch._C._functorch.peek_interpreter_stack
 
 # seen in 2.10 to 2.13: whether the modes on the stack are asked at all (not inside DisableTorchFunction)
 function_modes_enabled = torch._C._is_torch_function_mode_enabled

@@ -166,6 +166,46 @@ def test_an_input_that_requires_grad_is_no_weight():
         1e-14,
     )
     assert x.grad is None
+    threepass.three_pass(two_layers(), lambda output, y: output.square().mean(), x)  # warnings are errors
+
+
+class Decoder(nn.Module):
+    """Takes what may be computed from its own parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes, self.a, self.b = nn.Parameter(torch.randn(5, 3)), nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, code, at):
+        return self.b(torch.tanh(self.a(at * code)))
+
+
+@pytest.mark.parametrize("wrt", [None, "at"])
+@pytest.mark.parametrize("computed", [False, True])
+def test_inputs_and_targets_that_are_parameters_or_computed_from_them(computed, wrt):
+    torch.manual_seed(0)
+    model, at = Decoder().double(), torch.randn(5, 3).double()
+    code = model.codes.sin() if computed else model.codes
+
+    def loss_fn(output, g, y):
+        g = g if wrt else g["at"]
+        return g.square().sum() + (output - y).square().sum()
+
+    y = model.codes.sum(1, keepdim=True)
+    leaf = at.clone().requires_grad_()
+    output = model(code, leaf)
+    (g,) = torch.autograd.grad(output.sum(), leaf, create_graph=True)
+    loss = loss_fn(output, g if wrt else {"at": g}, y)
+    grads = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+    expected = dict(zip(dict(model.named_parameters()), grads, strict=True))
+    x = {"code": code, "at": at}
+    assert_close(threepass.gradient_step(model, loss_fn, x, y, wrt=wrt).grads, expected, 1e-12)
+    step = threepass.GradientStep(model, loss_fn, wrt=wrt, compile=True)
+    with pytest.warns(threepass.UncompiledWarning, match="a parameter or a tensor that was computed from tensors"):
+        assert_close(step(x, y).grads, expected, 1e-12)
+    required = threepass.ThreePass(model, lambda output, y: output.square().mean(), compile="require")
+    with pytest.raises(threepass.CaptureError, match="Compute it inside the model"):
+        required(x)
 
 
 def test_input_at_names_a_module():

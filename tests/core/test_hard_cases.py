@@ -301,6 +301,35 @@ def test_state_carried_from_call_to_call():
 
 
 @pytest.mark.parametrize(
+    "weight",
+    [
+        lambda w: torch.autograd.grad((w**3).sum(), w, create_graph=True)[0],
+        lambda w: torch.autograd.grad((w**3).sum(), w)[0],
+        torch.func.grad(lambda w: (w**3).sum()),
+        torch.func.vmap(lambda w: w.sin() * w),
+    ],
+    ids=["autograd.grad", "detached", "func.grad", "vmap"],
+)
+def test_weights_that_are_computed_where_no_mode_sees_it(weight):
+    check(lambda s, x: s.head(torch.tanh(s.a(x)) * weight(s.w)), (4, 6), w=draw(6), **LINEAR)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        torch.func.grad(lambda z: z.sin().sum()),
+        lambda z: torch.func.vjp(torch.sin, z)[1](torch.ones_like(z))[0],
+        lambda z: torch.func.jvp(torch.sin, (z,), (z,))[1],
+    ],
+    ids=["grad", "vjp", "jvp"],
+)
+def test_transforms_of_activations_are_refused_in_words(part):
+    model = Net(lambda s, x: s.head(part(s.a(x))), **LINEAR)
+    with pytest.raises(threepass.UnsupportedError, match=r"torch\.func|gradient_step"):
+        threepass.three_pass(model, F.cross_entropy, draw(4, 6), Y)
+
+
+@pytest.mark.parametrize(
     ("forward", "modes"),
     [
         (lambda s, x: s.head(torch.bernoulli(s.a(x).sigmoid()) + s.a(x) - s.a(x).detach()), ("paper", "exact")),

@@ -9,6 +9,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import threepass
 from threepass.rules.table import Linearization, key_of, name_of, rule_for
@@ -312,3 +313,39 @@ def test_a_linear_layer_of_a_transposed_batch_is_one_product(mode, by_name):
     ).third_grads
     renamed = {n.replace("0.", "first.").replace("2.", "last."): g for n, g in expected.items()}
     assert_close(r.third_grads, renamed, 1e-12)
+
+
+NUMBER = {  # calls with a number that multiplies an argument without a tangent
+    "addcmul": lambda a, c: torch.addcmul(c, a, c, value=2.0),
+    "addcdiv": lambda a, c: torch.addcdiv(c, a, c.exp(), value=2.0),
+    "add_": lambda a, c: a.add_(c, alpha=2.0),
+    "addmm": lambda a, c: torch.addmm(c, a, c, beta=0.5),
+    "addmm, deprecated": lambda a, c: torch.addmm(0.5, c, 2.0, a, c),
+    "addbmm": lambda a, c: torch.addbmm(c, a[None], c[None], beta=0.5),
+    "baddbmm": lambda a, c: torch.baddbmm(c[None], a[None], c[None], beta=0.5)[0],
+    "addmv": lambda a, c: torch.addmv(c[0], a, c[0], beta=0.5) * a,
+    "addr": lambda a, c: torch.addr(c, a[0], c[0], beta=0.5),
+}
+
+
+@pytest.mark.parametrize("name", NUMBER)
+@pytest.mark.filterwarnings("ignore:This overload of addmm is deprecated")
+def test_numbers_that_multiply_constants_under_a_dispatch_mode(name, graph_only):
+    """PyTorch's forward-mode AD ends the process there, if an argument has no tangent."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+            self.register_buffer("c", torch.randn(4, 4))
+
+        def forward(self, x):
+            return self.head(torch.tanh(NUMBER[name](self.a(x), self.c)))
+
+    torch.manual_seed(0)
+    model, x, y = Net().double(), r(4, 4), torch.randint(3, (4,))
+    expected = threepass.three_pass(model, F.cross_entropy, x, y)
+    with FlopCounterMode(display=False):
+        assert_close(threepass.three_pass(model, F.cross_entropy, x, y).grads, expected.grads, 1e-13)
+    step = threepass.ThreePass(model, F.cross_entropy, compile="require")
+    assert_close(step(x, y).grads, expected.grads, 1e-12)

@@ -135,7 +135,10 @@ def _none(item: Any) -> bool:
 
 
 def flattened(x: Any, y: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves of x and y, tensors without gaps in memory, and their structure."""
+    """The leaves of x and y, tensors without gaps in memory, and their structure.
+
+    Raises a `CaptureError` for a leaf that cannot be an input of a program.
+    """
     if type(x) is Tensor and type(y) is Tensor:
         return [_dense(x), _dense(y)], _PAIR
     x, y = (dict(z) if isinstance(z, Mapping) else z for z in (x, y))
@@ -158,5 +161,11 @@ def input_signature(flat: list[Any]) -> tuple[Hashable, ...]:
 
 def _dense(z: Tensor) -> Tensor:
     """A contiguous copy of a view with gaps, as a CUDA graph's input has none."""
+    if z.requires_grad and (not z.is_leaf or isinstance(z, nn.Parameter)):
+        raise CaptureError(
+            "x or y contains a parameter or a tensor that was computed from tensors that require grad, and a captured "
+            "program passes no gradient on to them. Compute it inside the model, or pass z.detach() if no gradient is "
+            "wanted there"
+        )
     nhwc = z.dim() == 4 and z.is_contiguous(memory_format=torch.channels_last)
     return z if z.is_contiguous() or nhwc else z.contiguous()

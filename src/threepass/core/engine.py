@@ -38,7 +38,7 @@ from .plan import Operand, Plan, Scale, make_plan
 from .propagation import Errors, Propagation
 from .sharded import is_fully_sharded
 from .warn import warn_of_norms, warn_of_other_leaves
-from .wrt import Wrt, is_float, leaves_of, like_inputs, map_inputs, map_leaves
+from .wrt import Wrt, is_float, leaves_of, like_inputs, map_inputs, map_leaves, without_other_leaves
 
 
 @dataclass(frozen=True, repr=False)
@@ -172,6 +172,7 @@ def _three_passes(step: _Step, module_paths: bool, blocks: bool) -> Result:
     model, options = step.model, step.options
     parameters = check_model(model)
     samples = check_x(step.x, options)
+    step = step._replace(x=without_other_leaves(step.x, options.wrt, parameters))
     with autograd_enabled(), unchanged_on_error(model):
         # Pass 1: l = loss(w(x), y). The tape records every operation that depends on the input. The options and the
         # tape then decide how the gradients of passes 2 and 3 are combined.
@@ -229,6 +230,7 @@ def forward(
         else:
             tape.has_internal_input = True
             stack.enter_context(module_output_as_input(model, tape, input_at))
+        tape.add_weights([z for z in leaves_of((x, y)) if isinstance(z, Tensor)])
         stack.enter_context(intercepting_functions())
         stack.enter_context(tape)
         output = model(*x) if isinstance(x, tuple) else model(**x) if isinstance(x, Mapping) else model(x)

@@ -40,7 +40,7 @@ from .penalty import check_finite
 from .plan import joint_plan
 from .samplewise import is_samplewise, samplewise_plan
 from .warn import warn_of_other_leaves
-from .wrt import Wrt, as_wrt, map_inputs
+from .wrt import Wrt, as_wrt, without_other_leaves
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _passes(model, loss_fn, x, y, options: GradientOptions, warn: bool, seed, mo
     parameters = check_model(model)
     x = dict(x) if isinstance(x, Mapping) else x
     check_tensors(x, options.wrt)
-    x = map_inputs(x, options.wrt, lambda z: z.detach() if z.is_leaf else z)  # many set requires_grad on it
+    x = without_other_leaves(x, options.wrt, parameters)
     with autograd_enabled(), unchanged_on_error(model):
         # Pass 1: forward, to the value.
         tape = Record(next(iter(parameters.values())).device.type, module_paths)

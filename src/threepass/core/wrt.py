@@ -53,6 +53,12 @@ def map_inputs(x: Any, wrt: Wrt, fn: Callable[[Tensor], Any]) -> Any:
     return replaced if isinstance(x, Mapping) else tuple(replaced.values())
 
 
+def without_other_leaves(x: Any, wrt: Wrt, parameters: Mapping[str, Tensor]) -> Any:
+    """x with detached inputs, where they require grad themselves, as many set it, and are no parameters."""
+    own = set(map(id, parameters.values()))
+    return map_inputs(x, wrt, lambda z: z.detach() if z.requires_grad and z.is_leaf and id(z) not in own else z)
+
+
 def inputs_of(x: Any, wrt: Wrt) -> list[Tensor]:
     found: list[Tensor] = []
     map_inputs(x, wrt, found.append)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .._torch_compat import has_dispatch_modes
 from ..errors import CaptureError
 from ..numerics.precision import as_dtype
 from .linearity import commutes_with_tangent, is_affine
@@ -76,9 +77,20 @@ def _forward_ad(op, t: Signal) -> Signal:
     with _one_level, torch.no_grad(), forward_ad.dual_level():
         if any(isinstance(z, Tensor) and has_symbolic_shape(z) for z in values):
             _prepare_symbolic(op, values, tangents)
+        elif has_dispatch_modes() and any(isinstance(v, (int, float, complex)) for v in values):
+            _complete_tangents(values, tangents)
         for i, s in tangents.items():
             values[i] = forward_ad.make_dual(values[i].detach(), s.to(values[i].dtype))
         return [forward_ad.unpack_dual(u).tangent for u in op.call(values)]
+
+
+def _complete_tangents(values: list[Any], tangents: dict[int, Tensor]) -> None:
+    """Zeros for arguments without a tangent. Those that PyTorch makes itself, multiplied by a number (`alpha` of an
+    addition, `beta` of addmm), end the process under a dispatch mode, as a trace is one.
+    """
+    for i, z in enumerate(values):
+        if i not in tangents and isinstance(z, Tensor) and (z.is_floating_point() or z.is_complex()):
+            tangents[i] = torch.zeros_like(z)
 
 
 def _prepare_symbolic(op, values: list[Any], tangents: dict[int, Tensor]) -> None:

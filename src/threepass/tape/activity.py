@@ -9,9 +9,10 @@ import weakref
 from collections import defaultdict
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import Place
+from ..rules.generic import nodes_of
 from ..rules.table import name_of, rule_for
 from .intercept import FunctionInterceptor
 from .operation import Operation
@@ -46,8 +47,8 @@ class ActivityTracker(FunctionInterceptor):
         if self._lookup(z) is None and storage_of(z) not in self._aliased:
             self.problem(
                 name,
-                f"comes from {_producer(z)}, which torch function modes do not intercept (TorchScript, vmap, an "
-                "extension)",
+                f"comes from {_producer(z)}, which torch function modes do not intercept (TorchScript, vmap "
+                "and others of torch.func, an extension)",
                 "write it in plain PyTorch",
             )
 
@@ -73,8 +74,8 @@ class ActivityTracker(FunctionInterceptor):
             return self._register(z)
         self.problem(
             name_of(func),
-            f"its argument comes from {_producer(z)}, which torch function modes do not intercept (TorchScript, vmap, "
-            "an extension), or from an earlier call",
+            f"its argument comes from {_producer(z)}, which torch function modes do not intercept (TorchScript, vmap "
+            "and others of torch.func, an extension), or from an earlier call",
             "run that part as plain PyTorch, wrap it as an autograd.Function or a custom op, or detach what is old",
         )
         return None
@@ -84,6 +85,16 @@ class ActivityTracker(FunctionInterceptor):
         for z in [w for u in results for w in (u, u._base) if w is not None]:
             if z.requires_grad and not z.is_leaf and self._lookup(z) is None:
                 self._computed[id(z)] = z
+
+    def _mark_hidden_weights(self, active: list[Tensor]) -> bool:
+        """Marks what was computed from parameters alone by calls that the tape did not see; whether there is any.
+
+        In the graph of what an earlier step computed, the input of that step is a leaf too.
+        """
+        unknown = [z for z in active if self._lookup(z) is None and storage_of(z) not in self._aliased]
+        found = [z for z in unknown if _is_computed_from_parameters(z)]
+        self._mark_computed(found)
+        return bool(found)
 
     def _copy_for_readers(self, z: Tensor) -> None:
         """Before z's storage is written to: replaces it by a copy in the operations that read it earlier."""
@@ -106,6 +117,11 @@ class ActivityTracker(FunctionInterceptor):
         if rule_for(func) is None:
             recorded[0] = z.detach().clone()
         return z
+
+
+def _is_computed_from_parameters(z: Tensor) -> bool:
+    leaves = [node.variable for node in nodes_of(z) if hasattr(node, "variable")]
+    return bool(leaves) and all(isinstance(leaf, nn.Parameter) for leaf in leaves)
 
 
 def _producer(z: Tensor) -> str:

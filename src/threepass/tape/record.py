@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from .._torch_compat import DisableTorchFunction, gradient_edge, has_saved_tensor_hooks
+from .._torch_compat import DisableTorchFunction, gradient_edge, has_saved_tensor_hooks, innermost_transform
 from ..errors import CaptureError, Place
 from ..numerics.precision import HALF
 from ..rules.sync_batch_norm import groups_of, largest
@@ -78,6 +78,11 @@ class Record(ActivityTracker):
             start = leaf.clone()
             self.inputs.append(Input(z, leaf, self._register(start)))
         return start
+
+    def add_weights(self, given: list[Tensor]) -> None:
+        """Makes weights of those tensors of x and y that are no inputs and were computed from parameters before."""
+        with DisableTorchFunction():
+            self._mark_computed(given)
 
     def signals(self) -> "Signals":
         return Signals(self._aliased)
@@ -205,13 +210,13 @@ class Record(ActivityTracker):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         traits = traits_of(func)
-        if traits.is_metadata:
+        if traits.is_metadata or innermost_transform() is not None:
             return func(*args, **kwargs)
         if traits.body is not None and func not in self._open_functions:
             if func is Tensor.register_hook:
                 return self._register_hook(*args, **kwargs)
             if func is torch.autograd.grad and self.recording:
-                self._check_own_gradient((*args, *kwargs.values()))
+                return self._own_gradient(func, *args, **kwargs)
             self._open_functions.append(func)
             try:
                 with self:
@@ -248,6 +253,12 @@ class Record(ActivityTracker):
     def _operation(self, func, traits, values, spec, tensors, active, weights):
         """Runs a call with active arguments, with its weights detached, and records it if its results are active."""
         metas = [self._lookup(z) for _, z in active]
+        if (
+            None in metas
+            and self.recording
+            and self._mark_hidden_weights([z for _, z in active if self._lookup(z) is None])
+        ):
+            return self.__torch_function__(func, (), *unflatten(values, spec))
         for i, z in weights:
             values[i] = z.detach()
         recorded, rng = list(values), random_state(self.device) if is_random(func, traits, values) else None
@@ -325,13 +336,17 @@ class Record(ActivityTracker):
             if isinstance(v, Tensor) and i not in op.written and (i in active or not v.is_floating_point()):
                 self._readers[storage_of(v)].append((op, i))
 
-    def _check_own_gradient(self, arguments: tuple[Any, ...]) -> None:
-        if any(map(self.is_active, tensors_in(arguments))):
+    def _own_gradient(self, func, *args, **kwargs):
+        """`torch.autograd.grad` in the model: of weights it gives weights."""
+        if any(map(self.is_active, tensors_in((*args, *kwargs.values())))):
             self.problem(
                 "autograd.grad",
                 "the model computes a gradient of its own output (forces, say)",
                 "return the value itself, and put the loss on its gradient by threepass.gradient_step",
             )
+        out = func(*args, **kwargs)
+        self._mark_computed(tensors_in(out))
+        return out
 
     def _register_hook(self, z: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Registers a hook that also records the error as the hook changes it: `autograd.grad` returns it unchanged."""
