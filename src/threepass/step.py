@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 
 from ._torch_compat import is_wrapped_by_compile
 from .compile.programs import check_compile
 from .compile.step import AnyResult, Call, CompiledSteps, gradient_call, three_pass_call
 from .core import engine, gradient_loss
 from .core.carried import Carried, rounded
+from .core.deepspeed import is_engine
 from .core.engine import Result
 from .core.gradient_loss import GradientOptions, GradientResult, check_loss_fn
 from .core.misuse import (
@@ -26,7 +26,7 @@ from .core.misuse import (
 )
 from .core.options import Options, check_roles, check_x, own_loss
 from .core.penalty import Penalty
-from .core.ranks import count_ranks, loss_through, reduces_gradients
+from .core.ranks import count_ranks, is_wrapper, loss_through, reduces_gradients
 from .core.scaler import scaled, times
 from .core.wrt import Wrt
 from .errors import UncompiledWarning, warn_caller
@@ -44,7 +44,7 @@ class _Step:
         self.model, self.loss_fn, self.calls = model, loss_fn, 0
         self.scaler: GradScaler | None = None
         self.result: Any = None  # of the last call of `loss`
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        inner: Any = model.module if is_wrapper(model) else model
         self.compiled = CompiledSteps(inner, loss_fn, required=compile == "require") if compile else None
         if is_wrapped_by_compile(model) and not compile:
             warn_caller(
@@ -55,6 +55,11 @@ class _Step:
 
     def _step(self, x: Any, y: Any, run: Run, call: Capture) -> Any:
         """One call. run: the passes of a model on x; call: what is captured in their place."""
+        if is_engine(self.model):
+            raise TypeError(
+                "an engine of DeepSpeed runs the backward pass itself: loss = step.loss(x, y); engine.backward(loss); "
+                "engine.step()"
+            )
         if reduces_gradients(self.model):
             loss, r = self._reduced(x, y, run, call)
             loss.backward()
@@ -94,7 +99,7 @@ class _Step:
 
         loss = loss_through(self.model, x, passes)
         (r,) = results
-        if not isinstance(self.model, DistributedDataParallel):
+        if not is_wrapper(self.model):
             return loss, r
         named: dict[str, Any] = {n: grads and _prefixed(grads) for n in r.GRADIENTS for grads in [getattr(r, n)]}
         return loss, replace(r, **named)
@@ -340,7 +345,7 @@ def _constant(alpha: float, calls: int) -> float:
 
 
 def _inside(outer: nn.Module, model: nn.Module, options: Any) -> Any:
-    """The options for the model inside of a `DistributedDataParallel`, where module names have no prefix."""
+    """The options for the model inside of a wrapper, where module names have no prefix."""
     if outer is model or options.input_at is None:
         return options
     return replace(options, input_at=options.input_at.removeprefix("module."))

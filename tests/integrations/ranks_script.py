@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from adopters import LR, Sentences, bert, lightning_module
+from adopters import LR, Sentences, bert, lightning_module, parameters
 from processes import leave_group
 from torch import nn
 from torch.nn import functional as F
@@ -72,6 +72,23 @@ def by_hugging_face(folder: Path) -> nn.Module:
     assert args.world_size == 2
     ThreePassTrainer(model=model, args=args, train_dataset=Sentences(16), three_pass=OPTIONS).train()
     return model
+
+
+def by_hand(library: str) -> dict:
+    """The weights after an epoch of two batches of eight samples, in this process."""
+    if library == "hugging_face":
+        model, loss_fn = bert(), None
+        batches = [(batch, None) for batch in DataLoader(Sentences(16), 8)]
+    else:
+        model, loss_fn = lightning_module(dictionary=False).net, F.cross_entropy
+        batches = list(DataLoader(samples(), 8))
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    step = threepass.ThreePass(model, loss_fn, **OPTIONS)
+    for x, y in batches:
+        optimizer.zero_grad()
+        step(x, y)
+        optimizer.step()
+    return parameters(model)
 
 
 LIBRARIES = {"lightning": by_lightning, "accelerate": by_accelerate, "hugging_face": by_hugging_face}

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from adopters import LR, Sentences, bert, lightning_module, parameters
 from close import assert_close
 from processes import free_port
-from ranks_script import LIBRARIES, OPTIONS, samples
-from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from ranks_script import LIBRARIES, by_hand
 
 import threepass
 
@@ -29,23 +26,6 @@ def folder(tmp_path_factory) -> Path:
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return folder
-
-
-def by_hand(library: str) -> dict:
-    """The weights after an epoch of two batches of eight samples, in this process."""
-    if library == "hugging_face":
-        model, loss_fn = bert(), None
-        batches = [(batch, None) for batch in DataLoader(Sentences(16), 8)]
-    else:
-        model, loss_fn = lightning_module(dictionary=False).net, F.cross_entropy
-        batches = list(DataLoader(samples(), 8))
-    optimizer = torch.optim.SGD(model.parameters(), LR)
-    step = threepass.ThreePass(model, loss_fn, **OPTIONS)
-    for x, y in batches:
-        optimizer.zero_grad()
-        step(x, y)
-        optimizer.step()
-    return parameters(model)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")

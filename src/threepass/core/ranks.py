@@ -13,6 +13,7 @@ With batch_size=B every sample has the weight 1 / B instead, whatever the ranks 
 among: a rank then computes the gradient of R / B times the sum of its samples' losses.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,18 +24,19 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .carried import Carried
+from .deepspeed import check_engine, count_engine_ranks, hooks_moved, is_engine
 from .sharded import count_shards, is_fully_sharded, loss_through_shards, sharded_modules
 
 
 def count_ranks(model: nn.Module, process_group: Any = None) -> int:
-    """The ranks whose gradients are averaged: those of DistributedDataParallel or `fully_shard`, else of process_group.
+    """The ranks whose gradients are averaged: those of DistributedDataParallel, `fully_shard` or a DeepSpeed engine.
 
-    Without any of them all ranks.
+    Without any of them those of process_group; default: all ranks.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return 1
     sizes = {m.process_group.size() for m in model.modules() if isinstance(m, DistributedDataParallel)}
-    sizes |= count_shards(model)
+    sizes |= count_shards(model) | count_engine_ranks(model)
     if len(sizes) > 1:
         raise NotImplementedError(
             f"gradients of the model's parts are averaged over different numbers of ranks, {sorted(sizes)}, by "
@@ -55,6 +57,7 @@ def check_parallel(model: nn.Module) -> None:
         )
     if not (dist.is_available() and dist.is_initialized()):
         return
+    check_engine(model)
     fsdp, tensor = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("torch.distributed.tensor")
     sharded = [name for name, p in model.named_parameters() if tensor is not None and isinstance(p, tensor.DTensor)]
     if sharded:
@@ -88,51 +91,67 @@ def _check_recorded(ddp: DistributedDataParallel) -> None:
             )
 
 
+def is_wrapper(model: nn.Module) -> bool:
+    """Whether the model is in `model.module`, and its wrapper averages gradients over ranks."""
+    return isinstance(model, DistributedDataParallel) or is_engine(model)
+
+
 def reduces_gradients(model: nn.Module) -> bool:
     """Whether the model itself averages gradients over ranks, in the backward pass of a loss."""
-    return isinstance(model, DistributedDataParallel) or is_fully_sharded(model)
+    return is_wrapper(model) or is_fully_sharded(model)
 
 
 def loss_through(model: nn.Module, x: Any, passes: Callable[[nn.Module, Any], Carried]) -> Tensor:
     """Runs `passes(module, x)` of a model that `reduces_gradients`; the loss, whose backward pass reduces them."""
-    if isinstance(model, DistributedDataParallel):
-        return _loss_through_ddp(model, x, passes)
+    if is_wrapper(model):
+        return _loss_through_wrapper(model, x, passes)
     return loss_through_shards(model, x, passes)
 
 
-def _loss_through_ddp(ddp: DistributedDataParallel, x: Any, passes: Callable[[nn.Module, Any], Carried]) -> Tensor:
+def _loss_through_wrapper(wrapper: nn.Module, x: Any, passes: Callable[[nn.Module, Any], Carried]) -> Tensor:
     """Runs `passes(module, x)` in place of the wrapped module's forward, and returns the loss with their gradients.
 
     DistributedDataParallel finds out in its forward which parameters are used, and averages gradients when a backward
     pass has accumulated them. The three passes contain a backward pass of their own, which it must not mistake for that
     one. So all three run inside its forward, after it has broadcast the buffers, and the output that it gets is the
     loss, whose backward pass yields the gradients. Everything that it does in a training step (`no_sync`, `join`,
-    find_unused_parameters, static_graph, communication hooks) then works as in plain training.
+    find_unused_parameters, static_graph, communication hooks) then works as in plain training. Likewise an engine of
+    DeepSpeed (`deepspeed.py`).
     """
-    _check_wrapper(ddp)
-    module = ddp.module
+    _check_wrapper(wrapper)
+    module: Any = wrapper.module
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:  # on the module's device: DistributedDataParallel moves x there
-        moved = args if isinstance(x, tuple) else kwargs if isinstance(x, Mapping) else args[0]
-        return passes(module, moved).loss()
+        given = args if isinstance(x, tuple) else kwargs if isinstance(x, Mapping) else args[0]
+        return passes(module, given).loss()
 
-    with torch.inference_mode(False), torch.enable_grad():
-        ddp.module = _StandIn(module, forward)
+    stand_in = _StandIn(module, forward)
+    moved = hooks_moved(wrapper, module, stand_in) if is_engine(wrapper) else contextlib.nullcontext()
+    with torch.inference_mode(False), torch.enable_grad(), moved:
+        _set_module(wrapper, stand_in)
         try:
-            return ddp(*x) if isinstance(x, tuple) else ddp(**x) if isinstance(x, Mapping) else ddp(x)
+            return wrapper(*x) if isinstance(x, tuple) else wrapper(**x) if isinstance(x, Mapping) else wrapper(x)
         finally:
-            ddp.module = module
+            _set_module(wrapper, module)
 
 
-def _check_wrapper(ddp: DistributedDataParallel) -> None:
-    if ddp.mixed_precision is not None:
+def _set_module(wrapper: nn.Module, module: nn.Module) -> None:
+    wrapper._modules["module"] = module
+    if "module" in vars(wrapper):  # in an engine of DeepSpeed it is a plain attribute as well
+        vars(wrapper)["module"] = module
+
+
+def _check_wrapper(wrapper: nn.Module) -> None:
+    if is_engine(wrapper):
+        check_engine(wrapper)
+    elif wrapper.mixed_precision is not None:
         raise NotImplementedError(
             "DistributedDataParallel(mixed_precision=...) replaces parameters during the forward, which three passes "
             "do not support: use torch.autocast"
         )
-    if ddp._forward_hooks or ddp._backward_hooks or ddp._backward_pre_hooks:
+    if wrapper._forward_hooks or wrapper._backward_hooks or wrapper._backward_pre_hooks:
         raise NotImplementedError(
-            "the DistributedDataParallel module has forward or backward hooks of its own, which three passes do not "
+            f"the {type(wrapper).__name__} module has forward or backward hooks of its own, which three passes do not "
             "run: register them on model.module"
         )
 
