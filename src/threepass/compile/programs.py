@@ -173,7 +173,7 @@ class Programs(Generic[P]):
         if family.put_off == 1:
             return None
         if family.captures == MAX_DYNAMIC:
-            self._stay_static(family, sizes, CaptureError(f"{MAX_DYNAMIC} dynamic programs did not serve all sizes"))
+            self._stay_static(family, sizes, CaptureError(f"guards of {MAX_DYNAMIC} dynamic programs failed"))
             return None
         return self._capture_dynamic(key, family, sizes, varying)
 
@@ -212,7 +212,7 @@ class Programs(Generic[P]):
     def _stay_static(self, family: Family[P], sizes: Sizes[P], error: Exception) -> None:
         family.is_static = True
         words = sizes.label(frozenset(family.varying))
-        log.info("each size of %s gets a program of its own, because %s", words, reason_of(error))
+        log.info("a separate program is captured for each size of %s, because %s", words, reason_of(error))
 
     def _entered(self, key: Key, label: str) -> Entry[P]:
         waiting = [k for k, entry in self._entries.items() if entry.program is None]
@@ -270,7 +270,7 @@ class Programs(Generic[P]):
                     "full",
                 )
                 return False
-            log.info("the program for %s, used %d times, makes room for another", oldest.label, oldest.uses)
+            log.info("discarded the program for %s, used %d times, to capture another", oldest.label, oldest.uses)
             self._drop(oldest)
         return True
 
@@ -295,7 +295,7 @@ class Programs(Generic[P]):
             self._unsettled += 1
             if self._unsettled >= ATTEMPTS:
                 self.refuse(error)
-            log.info("this step runs eagerly, and is tried again: %s", error)
+            log.info("this step runs eagerly, and the next call tries to capture it again: %s", error)
         except Exception as error:
             entry.failed = True
             self._failed += 1

@@ -234,8 +234,8 @@ def forward(
         output = model(*x) if isinstance(x, tuple) else model(**x) if isinstance(x, Mapping) else model(x)
         loss = loss_fn(output, y)
     if not tape.inputs:
-        where = "no embedding" if input_at is None else f"input_at={input_at!r}: that module did not"
-        raise ValueError(f"{where} run, so there is no input to differentiate with respect to")
+        where = "no embedding" if input_at is None else f"the module that input_at={input_at!r} names never"
+        raise ValueError(f"{where} ran, so there is no input to differentiate with respect to")
     check(loss)
     if tape.is_active(loss):
         tape.check_recorded("loss_fn", loss)

@@ -271,8 +271,8 @@ def differentiate(
         )
     if any(leaf is z for leaf in leaves for _, z, _ in tape.inputs):
         raise TypeError(
-            f"the model returned a {type(output).__name__}, whose tensors are not found: return a tensor, or a tuple, "
-            "list or dict of tensors, or register the class with torch.utils._pytree"
+            f"the model returned a {type(output).__name__}, whose tensors cannot be found: return a tensor, or a "
+            "tuple, list or dict of tensors, or register the class with torch.utils._pytree"
         )
     named = {id(p) for p in model.parameters()}
     parameters = [leaf for leaf in leaves if id(leaf) in named]
@@ -334,7 +334,7 @@ def _check_value(value: Any) -> None:
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
         found = f"a tensor of {value.dtype}, shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
         raise ValueError(
-            f"value_fn must return a floating-point scalar, whose gradient g is, got {found}: sum over the samples, as "
+            f"value_fn must return a floating-point scalar (g is its gradient), got {found}: sum over the samples, as "
             "in value_fn=lambda output: output.sum()"
         )
 

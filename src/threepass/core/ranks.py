@@ -42,7 +42,9 @@ def count_ranks(model: nn.Module, process_group: Any = None) -> int:
         )
     size = sizes.pop() if sizes else dist.get_world_size(process_group)
     if size < 1:
-        raise ValueError("this process is not a member of process_group, so that its gradients are averaged with none")
+        raise ValueError(
+            "this process is not a member of process_group, so its gradients are averaged with those of no other"
+        )
     return size
 
 
@@ -83,8 +85,8 @@ def _check_recorded(ddp: DistributedDataParallel) -> None:
     for option in ("find_unused_parameters", "static_graph"):
         if getattr(ddp, option):
             raise NotImplementedError(
-                f"DistributedDataParallel({option}=True) is supported by ThreePass where it wraps the whole model; "
-                "three_pass, and models that have it inside, need it without that option (or pass its .module)"
+                f"DistributedDataParallel({option}=True) is supported only where it wraps the whole model of a "
+                "ThreePass: for three_pass, or around a part of the model, leave that option out, or pass its .module"
             )
 
 

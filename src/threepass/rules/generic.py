@@ -88,7 +88,7 @@ def _prepare_symbolic(op, values: list[Any], tangents: dict[int, Tensor]) -> Non
     copy a tangent of another layout.
     """
     if op.func in (torch.as_strided, Tensor.as_strided):
-        raise CaptureError("as_strided reads memory by addresses, which a copy of its argument does not have")
+        raise CaptureError("as_strided depends on its argument's memory layout, which dynamic shapes do not keep")
     for i, z in enumerate(values):
         if isinstance(z, Tensor) and (z.is_floating_point() or z.is_complex()):
             values[i] = z.detach().clone()
@@ -106,7 +106,7 @@ def _double_backward_push(op, t: Signal) -> Signal:
             _refuse_error_nodes(phi)
             tangents = list(torch.autograd.grad(phi, d, allow_unused=True))
     if is_users(op.func) and any(s is None for s in tangents):
-        raise RuntimeError("its backward hides from autograd how it depends on the incoming error (a detach?)")
+        raise RuntimeError("autograd does not see how its backward depends on the incoming gradient (is it detached?)")
     return [torch.zeros_like(z) if s is None else s for z, s in zip(u, tangents, strict=True)]
 
 
@@ -171,7 +171,8 @@ def _refuse_hidden_weights(op, d: Signal, without: list[int]) -> None:
         for e, f in zip(before, _errors(op, d, moved), strict=True):
             if e is not None and f is not None and (e - f).abs().max() > 0.01 * step * e.abs().max():
                 raise RuntimeError(
-                    "its backward depends on a weight where autograd cannot see it (once_differentiable, a detach?)"
+                    "its backward depends on a weight, and autograd does not see it (is it marked "
+                    "once_differentiable, or the weight detached?)"
                 )
 
 
