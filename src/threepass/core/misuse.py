@@ -12,7 +12,7 @@ from ..errors import AccumulationWarning, BatchDimensionWarning, LossReductionWa
 from ..tape.state import random_state, set_random_state
 from .warn import warn_once
 
-FAR = -1e4  # what additive masks put where nothing is to be seen
+FAR = -1e4  # additive masks have this value or less at masked positions
 SEQUENCES = (nn.RNNBase, nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder)
 PER_STEP = (nn.Linear, nn.Embedding, nn.Dropout, nn.LayerNorm)  # layers that keep dimensions 0 and 1 as they are
 

@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from .carried import Carried
+from .precomputed_loss import PrecomputedLoss
 from .sharded import count_shards, is_fully_sharded, loss_through_shards, sharded_modules
+
+Passes = Callable[[nn.Module, Any], PrecomputedLoss]  # of a module and x
 
 
 def count_ranks(model: nn.Module, process_group: Any = None) -> int:
@@ -95,14 +97,14 @@ def reduces_gradients(model: nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel) or is_fully_sharded(model)
 
 
-def loss_through(model: nn.Module, x: Any, passes: Callable[[nn.Module, Any], Carried]) -> Tensor:
+def loss_through(model: nn.Module, x: Any, passes: Passes) -> Tensor:
     """Runs `passes(module, x)` of a model that `reduces_gradients`; the loss, whose backward pass reduces them."""
     if isinstance(model, DistributedDataParallel):
         return _loss_through_ddp(model, x, passes)
     return loss_through_shards(model, x, passes)
 
 
-def _loss_through_ddp(ddp: DistributedDataParallel, x: Any, passes: Callable[[nn.Module, Any], Carried]) -> Tensor:
+def _loss_through_ddp(ddp: DistributedDataParallel, x: Any, passes: Passes) -> Tensor:
     """Runs `passes(module, x)` in place of the wrapped module's forward, and returns the loss with their gradients.
 
     DistributedDataParallel finds out in its forward which parameters are used, and averages gradients when a backward

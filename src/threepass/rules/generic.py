@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from ..errors import CaptureError
 from ..numerics.precision import as_dtype
 from .linearity import commutes_with_tangent, is_affine
-from .table import has_symbolic_shape, is_users, key_of
+from .table import has_symbolic_shape, is_user_defined, key_of
 
 _no_forward_ad: set[Any] = set()
 _no_forward_ad_of_users: weakref.WeakSet[type] = weakref.WeakSet()  # a forward may define functions anew in each call
@@ -105,7 +105,7 @@ def _double_backward_push(op, t: Signal) -> Signal:
         if phi is not None:
             _refuse_error_nodes(phi)
             tangents = list(torch.autograd.grad(phi, d, allow_unused=True))
-    if is_users(op.func) and any(s is None for s in tangents):
+    if is_user_defined(op.func) and any(s is None for s in tangents):
         raise RuntimeError("autograd does not see how its backward depends on the incoming gradient (is it detached?)")
     return [torch.zeros_like(z) if s is None else s for z, s in zip(u, tangents, strict=True)]
 
@@ -137,7 +137,7 @@ def derive(op, d: Signal, t: Signal | None, r: Signal | None = None, *, curvatur
                 seeds.append(s.to(z.dtype))
         wanted = [*p, *a] if curvature else p
         third = torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if roots and wanted else nothing
-    if is_users(op.func) and t is not None and outs:
+    if is_user_defined(op.func) and t is not None and outs:
         _refuse_hidden_weights(op, d, [i for (i, _), g in zip(op.weights, third, strict=False) if g is None])
     return backprop[: len(p)], list(third[: len(p)]), list(third[len(p) : len(p) + len(a)])
 
