@@ -11,8 +11,9 @@ The steps take turns; a ratio is the median over the rounds of a step's time rel
 round. On a CPU it is the process's own time. `calls` counts the ATen calls below autograd, `kernels` those that are
 neither views nor bare allocations: on a GPU each is a launch, or more.
 
-Prints a table. With --out, writes it under --label into a JSON file, beside the labels that are there already:
-`results/bench/cpu-eager-overhead.json` has `before` and `after`. `docs/speed.md` quotes it.
+Prints a table. With --out, writes it under --label into a JSON file, beside the labels that are there already.
+
+Result: results/bench/cpu-eager-overhead.json (labels `before` and `after`), quoted by docs/speed.md.
 """
 
 import argparse

@@ -1,6 +1,8 @@
 """The figures of docs/gradient-losses.md, from the results of the examples that train on gradients.
 
-python benchmarks/gradient_figures.py [results/gradient-losses] [docs/assets]
+    python benchmarks/gradient_figures.py [results/gradient-losses] [docs/assets]
+
+Result: the drawings in docs/assets, shown by docs/gradient-losses.md.
 """
 
 import base64

@@ -40,6 +40,7 @@ from torch.func import functional_call
 import threepass
 from threepass._torch_compat import make_fx
 from threepass._version import commit
+from threepass.bench import case
 from threepass.bench.case import machine
 from threepass.bench.measure import peak_bytes, summary, take_turns
 from threepass.compile.cuda_graph import CudaGraph
@@ -160,11 +161,8 @@ def graphed(bare: Run) -> Step:
 
 def difference(grads: Any, reference: Any) -> float:
     """|g - g'| / |g'| over all weights together; a weight without gradient has the gradient 0."""
-    pairs = [
-        (torch.zeros(()).to(r) if g is None else g, r) for g, r in zip(grads, reference, strict=True) if r is not None
-    ]
-    apart = sum((g.double() - r.double()).square().sum().item() for g, r in pairs)
-    return (apart / sum(r.double().square().sum().item() for _, r in pairs)) ** 0.5
+    pairs = [(g, r) for g, r in zip(grads, reference, strict=True) if r is not None]
+    return case.difference([torch.zeros_like(r) if g is None else g for g, r in pairs], [r for _, r in pairs])
 
 
 def exactness(name: str) -> float:

@@ -180,7 +180,7 @@ def odd(queries, keys, n, w, causal, present, dtype) -> float:
 
 
 def rule_compiled() -> float:
-    """The rule traced by make_fx and compiled, a product before and a reshape behind it, against the same in eager."""
+    """The rule traced by make_fx and compiled, between a product and a reshape, against the same in eager."""
     z = operands(2, 3, 64, 64, torch.bfloat16)
     u = torch.empty_like(z[6], device="meta")
 

@@ -63,7 +63,7 @@ def cases(dtype: torch.dtype) -> dict[str, tuple[Callable, Callable, list[Tensor
         "layer norm, pass 3": (
             lambda *z: layer_norm.tangent(*z, w, b, ratio, 1e-5, dtype, seed), plain_tangent, [t, t_2, a, d], (t, t, t),
         ),
-        "layer norm, exact mode's way back": (
+        "layer norm, exact mode's last backward pass": (
             lambda *z: layer_norm.bend(*z, None, w, 1e-5, dtype, True), plain_bend, [a, t, d, t_2], (t,),
         ),
         "gelu, pass 3, as an expression": (
@@ -74,14 +74,14 @@ def cases(dtype: torch.dtype) -> dict[str, tuple[Callable, Callable, list[Tensor
             lambda r, a: activation.error(r, a, "gelu"),
             lambda r, a: activation._plain(r, a, "gelu", None, None, False), [r, h], (r,),
         ),
-        "gelu, exact mode's way back": (
+        "gelu, exact mode's last backward pass": (
             lambda r, a, d, t: activation.error(r, a, "gelu", d, t, True),
             lambda r, a, d, t: activation._plain(r, a, "gelu", d, t, True), [r, h, e, s], (r, r),
         ),
     }  # fmt: skip
 
 
-def apart(got: Tensor, expected: Tensor) -> float:
+def relative_error(got: Tensor, expected: Tensor) -> float:
     """The relative difference, in norm; of bfloat16 some is rounding at random."""
     return float((got.double() - expected.double()).norm() / expected.double().norm())
 
@@ -95,7 +95,9 @@ def measure(dtype: torch.dtype) -> list[dict]:
         compiled = torch.compile(formula, dynamic=False)
         ours, theirs = (milliseconds(partial(f, *signals)) for f in (operation, compiled))
         share = moved(*signals, *results) / ours / speed
-        error = max(apart(g, e) for g, e in zip(operation(*signals), compiled(*signals), strict=True) if g.numel())
+        error = max(
+            relative_error(g, e) for g, e in zip(operation(*signals), compiled(*signals), strict=True) if g.numel()
+        )
         rows.append({"case": name, "dtype": str(dtype)[6:], "ms": ours, "compiled ms": theirs, "share": share,
                      "difference": error})  # fmt: skip
         print(f"{name:35} {dtype} {ours:.4f} ms, compiled {theirs:.4f}, share {share:.2f}, {error:.1e}", flush=True)

@@ -1,4 +1,4 @@
-"""The search behind the recipes of `threepass.train.recipes` for the perceptrons: learning rates and strengths, tried.
+"""The search that found the recipes of `threepass.train.recipes` for perceptrons: learning rates and strengths.
 
     PYTHONPATH=src python benchmarks/recipes.py mnist --out results/recipes/mnist-search.json
 

@@ -60,7 +60,7 @@ def test_module_named_by_input_at_must_run():
     model = net()
     model.spare = nn.Linear(2, 2)
     model.forward = lambda x: model[2](model[1](model[0](x)))
-    with pytest.raises(ValueError, match="input_at='spare': that module did not run"):
+    with pytest.raises(ValueError, match="the module that input_at='spare' names never ran"):
         call(model, input_at="spare")
 
 
@@ -127,10 +127,10 @@ class Hidden(torch.autograd.Function):
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [
-        (lambda s, x: s.head(Detached.apply(s.first(x), s.w)), "depends on a weight where autograd cannot see it"),
+        (lambda s, x: s.head(Detached.apply(s.first(x), s.w)), "depends on a weight, and autograd does not see it"),
         (
             lambda s, x: s.head(Hidden.apply(s.first(x))) + s.w[:4],
-            "hides from autograd how it depends on the incoming error",
+            "autograd does not see how its backward depends on the incoming gradient",
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """Imports point one way: a module imports from its own layer or from lower ones, and modules form no cycle."""
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from modules import MODULES, SOURCE
 
+ROOT = Path(__file__).parents[1]
 LAYERS = [  # the lowest first
     {"errors", "_torch_compat", "_version"},
     {"numerics"},
@@ -32,7 +34,8 @@ def imports(module: str, tree: ast.AST) -> Iterator[str]:
     package = MODULES[module].parent.relative_to(SOURCE).parts
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (m for n in node.names if (m := n.name.removeprefix("threepass.")) in MODULES and m != n.name)
+            names = (n.name.partition(".") for n in node.names)
+            yield from (module for root, _, module in names if root == "threepass")  # "" is the package itself
             continue
         if isinstance(node, ast.ImportFrom) and node.level:
             origin = [*package[: len(package) + 1 - node.level], *(node.module or "").split(".")]
@@ -43,6 +46,13 @@ def imports(module: str, tree: ast.AST) -> Iterator[str]:
         for alias in node.names:
             full = ".".join(filter(None, [*origin, alias.name]))
             yield full if full in MODULES else ".".join(filter(None, origin))
+
+
+def imports_by_name(tree: ast.AST) -> list[str]:
+    """Calls of `import_module` or `__import__` that could name a module of this package: their argument is unknown."""
+    names = ("import_module", "__import__")
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).rpartition(".")[2] in names]
+    return [ast.unparse(call) for call in calls if not isinstance(call.args[0], ast.Constant)]
 
 
 IMPORTS = {module: set(imports(module, ast.parse(path.read_text()))) for module, path in MODULES.items()}
@@ -68,6 +78,14 @@ def test_no_modules_import_each_other():
         pytest.fail(" <- ".join(error.args[1]))
 
 
+def test_modules_are_imported_by_name_only_where_users_or_extras_name_them():
+    by_name = {module: imports_by_name(ast.parse(path.read_text())) for module, path in MODULES.items()}
+    assert {module: calls for module, calls in by_name.items() if calls} == {
+        "models": ["importlib.import_module(path)"],  # of a user's own model
+        "train.extras": ["import_module(module)"],  # of an optional dependency
+    }
+
+
 def test_imports_inside_functions_count():
     code = (
         "def f():\n    from ..errors import CaptureError\n    from . import programs\n    from ..core.engine import run"
@@ -76,8 +94,16 @@ def test_imports_inside_functions_count():
 
 
 def test_absolute_imports_count():
-    code = "import json\nimport threepass.train.loop\nfrom threepass.train import steps"
-    assert list(imports("step", ast.parse(code))) == ["train.loop", "train.steps"]
+    code = "import json\nimport threepass\nimport threepass.train.loop\nfrom threepass.train import steps"
+    assert list(imports("step", ast.parse(code))) == ["", "train.loop", "train.steps"]
+
+
+def test_contributing_lists_the_layers():
+    """In the order of `LAYERS`, the lowest first; private modules are not listed."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| ((?:`[\w.]+`(?:, )?)+) \|", page[page.index("### Layers") :], re.M)
+    listed = [{name.removesuffix(".py") for name in re.findall(r"`([\w.]+)`", row)} for row in rows]
+    assert listed == [public for names in LAYERS if (public := {n for n in names if n and not n.startswith("_")})]
 
 
 def test_tests_take_their_helpers_from_helper_modules():

@@ -7,8 +7,10 @@ the accuracy on the validation set with a seed of their own (SEARCH); then seeds
 on the test set: clean, with words left out, with typing errors, with noise on the embeddings. "plain, 2x" is plain
 training with twice the steps, for the methods that cost twice as much.
 
-A run is a line of the file; runs that are there are not made again. Several processes may work on one file, each on a
-share of the cells: --share 2/6. Page: docs/fine-tuning.md.
+A run is a line of the file; runs that are in the file are not repeated. Several processes may work on one file, each on
+a share of the cells: --share 2/6.
+
+Result: not measured yet, and quoted by no page.
 """
 
 import argparse

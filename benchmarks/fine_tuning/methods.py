@@ -50,9 +50,9 @@ def _r_drop(model: nn.Module, weight: float) -> Step:
     def step(x: dict[str, Tensor], y: Tensor) -> None:
         z = model(**{name: torch.cat([v, v]) for name, v in x.items()})
         p, q = F.log_softmax(z, -1).chunk(2)
-        apart = F.kl_div(p, q, reduction="batchmean", log_target=True)
-        apart = apart + F.kl_div(q, p, reduction="batchmean", log_target=True)
-        (F.cross_entropy(z, torch.cat([y, y])) + weight / 2 * apart).backward()
+        divergence = F.kl_div(p, q, reduction="batchmean", log_target=True)
+        divergence = divergence + F.kl_div(q, p, reduction="batchmean", log_target=True)
+        (F.cross_entropy(z, torch.cat([y, y])) + weight / 2 * divergence).backward()
 
     return step
 

@@ -1,4 +1,4 @@
-"""What goes wrong, in words a user can act on."""
+"""Exceptions and warnings of the library."""
 
 import sys
 import warnings
@@ -9,7 +9,7 @@ _INTERNAL = ("threepass", "torch", "contextlib", "")  # code that PyTorch genera
 
 @dataclass(frozen=True)
 class Place:
-    """One spot of a model that three passes cannot go through."""
+    """An operation of a model that three passes do not support."""
 
     module: str
     operation: str
@@ -31,7 +31,7 @@ class UnsupportedError(RuntimeError):
         self.places = list({(place.module, place.operation): place for place in reversed(places)}.values())[::-1]
         lines = "\n".join(f"  - {place}" for place in self.places)
         super().__init__(
-            f"three passes cannot go through {len(self.places)} place(s) of this model:\n{lines}\n"
+            f"three passes do not support {len(self.places)} operation(s) of this model:\n{lines}\n"
             "threepass.coverage(model, x) shows every parameter with its rule."
         )
 

@@ -104,7 +104,9 @@ def init_(
         if is_lazy(layer.weight):
             raise ValueError(f"layer {name!r} has no size yet: run the model once on a batch, then initialise it")
         if "weight" not in layer._parameters:
-            raise ValueError(f"layer {name!r} computes its weight (a parametrization): initialise it before that")
+            raise ValueError(
+                f"layer {name!r} has a parametrized weight: initialise it before registering the parametrization"
+            )
     sizes = [fans(layer) for _, layer in layers]
     choices = variance(scheme, sizes, nonlinearity)
     for (_, layer), choice in zip(layers, choices, strict=True):
@@ -124,7 +126,7 @@ def fans(layer: nn.Module) -> Fans:
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
     if not isinstance(layer, ConvNd):
-        raise TypeError(f"a linear or convolution layer has fans, {type(layer).__name__} has not")
+        raise TypeError(f"only linear and convolution layers have a fan-in and a fan-out, got {type(layer).__name__}")
     window = math.prod(layer.kernel_size)
     return layer.in_channels // layer.groups * window, layer.out_channels // layer.groups * window
 

@@ -13,7 +13,6 @@ from ._torch_compat import is_wrapped_by_compile
 from .compile.programs import check_compile
 from .compile.step import AnyResult, Call, CompiledSteps, gradient_call, three_pass_call
 from .core import engine, gradient_loss
-from .core.carried import Carried, rounded
 from .core.deepspeed import is_engine
 from .core.engine import Result
 from .core.gradient_loss import GradientOptions, GradientResult, check_loss_fn
@@ -26,6 +25,7 @@ from .core.misuse import (
 )
 from .core.options import Options, check_roles, check_x, own_loss
 from .core.penalty import Penalty
+from .core.precomputed_loss import PrecomputedLoss, rounded
 from .core.ranks import count_ranks, is_wrapper, loss_through, reduces_gradients
 from .core.scaler import scaled, times
 from .core.wrt import Wrt
@@ -85,7 +85,7 @@ class _Step:
         else:
             self.result = self._passes(self.model, x, y, run, call)
             with torch.inference_mode(False), torch.enable_grad():
-                loss = self._carried(self.model, self.result, mean).loss()
+                loss = self._precomputed_loss(self.model, self.result, mean).loss()
         self.calls += 1
         return loss
 
@@ -93,9 +93,9 @@ class _Step:
         """The loss of a model that reduces gradients itself, and the result under the names of its parameters."""
         results: list[AnyResult] = []
 
-        def passes(module: nn.Module, x: Any) -> Carried:
+        def passes(module: nn.Module, x: Any) -> PrecomputedLoss:
             results.append(self._passes(module, x, y, run, call))
-            return self._carried(module, results[0], mean)
+            return self._precomputed_loss(module, results[0], mean)
 
         loss = loss_through(self.model, x, passes)
         (r,) = results
@@ -109,7 +109,7 @@ class _Step:
         steps, eager = self.compiled, partial(run, model, x)
         return eager() if steps is None else steps(x, y, call(model), eager, self.calls, add=False)
 
-    def _carried(self, model: nn.Module, r: AnyResult, mean: float) -> Carried:
+    def _precomputed_loss(self, model: nn.Module, r: AnyResult, mean: float) -> PrecomputedLoss:
         """mean: what the gradients are multiplied by, to be those of a mean over the samples."""
         named = dict(model.named_parameters())
         grads = scaled(list(r.grads.values()), self.scaler)
@@ -117,7 +117,7 @@ class _Step:
             grads = times(grads, grads[0].new_full((), mean))
         elif self.compiled is not None and grads[0].is_cuda:  # the next replay of a CUDA graph overwrites them
             grads = [g.clone() for g in grads]
-        return Carried(r.loss, [named[name] for name in r.grads], grads, self.calls)
+        return PrecomputedLoss(r.loss, [named[name] for name in r.grads], grads, self.calls)
 
     def state_dict(self) -> dict[str, int]:
         """The number of calls, on which schedules and random rounding depend."""
@@ -358,7 +358,7 @@ def add_to_grad(model: nn.Module, r: AnyResult, scaler: GradScaler | None = None
     grads = rounded(scaled(list(r.grads.values()), scaler), [p.dtype for p in parameters], calls)
     with torch.inference_mode(False), torch.enable_grad():
         if any(p.grad is None for p in parameters):
-            Carried(r.loss, parameters, grads, calls).loss().backward()  # copies them in one launch
+            PrecomputedLoss(r.loss, parameters, grads, calls).loss().backward()  # copies them in one launch
         else:
             torch.autograd.backward(parameters, grads)
 

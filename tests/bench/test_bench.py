@@ -124,7 +124,7 @@ def graph_of(net, method):
 @pytest.mark.parametrize(
     ("net", "plain", "paper", "exact"),
     [
-        # n layers take 3n - 1, 4n - 1 (nobody needs the tangent of the scores) and 6n - 1
+        # n layers take 3n - 1, 4n - 1 (the tangent of the scores is not needed) and 6n - 1
         ("plain20", 59, 79, 119),
         ("resnet8", 23, 31, 47),
         ("mlp", 8, 11, 17),

@@ -1,4 +1,4 @@
-"""Captured steps: the same numbers as eager ones, one program for every kind of call, and a clear way back."""
+"""Captured steps: the same numbers as eager ones, one program for every signature, and a clear fallback."""
 
 import copy
 import warnings
@@ -424,7 +424,7 @@ class Threshold(nn.Sequential):
 
 
 class Shifted(nn.Module):
-    """A shift of every channel, of the shape (1, C, 1, 1), behind a convolution."""
+    """A shift of every channel, of the shape (1, C, 1, 1), after a convolution."""
 
     def __init__(self):
         super().__init__()

@@ -226,10 +226,10 @@ def test_where_a_size_is_fixed_each_has_a_program(rows, caplog):
     with caplog.at_level(logging.INFO, "threepass"):
         step = run(Fixed(rows).double(), F.cross_entropy, classified((4,), (8, 3, 5, 3, 5, 8, 3, 5)))
     assert len(step.compiled.programs) == 3
-    (said,) = [text for text in caplog.messages if "gets a program of its own" in text]
+    (said,) = [text for text in caplog.messages if "a separate program is captured" in text]
     assert said == (
-        "each size of paper mode, float64[*, 4], int64[*] gets a program of its own, because the step turns the sizes "
-        "that change into Python numbers, as int() or len() does; "
+        "a separate program is captured for each size of paper mode, float64[*, 4], int64[*], because the step turns "
+        "the sizes that change into Python numbers, as int() or len() does; "
         "compute with .shape as it is"
     )
 
@@ -303,7 +303,7 @@ def test_a_program_that_is_wrong_for_other_sizes_is_found_and_dropped(monkeypatc
     assert [entry.label for entry in step.compiled.programs.entries] == [
         f"paper mode, float64[{n}, 6], int64[{n}]" for n in (8, 4, 3)
     ]
-    assert any("gets a program of its own, because the compiled step is wrong in" in text for text in caplog.messages)
+    assert any(", because the compiled step is wrong in" in text for text in caplog.messages)
 
 
 @pytest.mark.usefixtures("graph_only")
@@ -426,7 +426,9 @@ def test_where_symbols_fail_sizes_are_captured_as_before(caplog):
     table = Table(serves=None)
     with caplog.at_level(logging.INFO, "threepass"):
         assert table.calls([8, 3, 5, 3, 5, 3, 5, 6]) == "ceeccrre"
-    assert "each size of [x*] gets a program of its own, because ValueError: no symbols" in "\n".join(caplog.messages)
+    assert "a separate program is captured for each size of [x*], because ValueError: no symbols" in "\n".join(
+        caplog.messages
+    )
 
 
 def test_a_dynamic_program_takes_the_place_of_one_that_was_used_less():
@@ -455,7 +457,7 @@ def test_families_are_bounded():
 
 def test_the_step_must_not_refer_to_fake_tensors():
     symbolic = SymbolicInputs([torch.ones(4)], frozenset({(0, 0)}))
-    with pytest.raises(CaptureError, match="refers to a tensor that it made itself"):
+    with pytest.raises(CaptureError, match="refers to a tensor that was created during the trace"):
         symbolic.fixed(symbolic.inputs)
 
 

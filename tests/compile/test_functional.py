@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning"
 
 
 class Unread(nn.Module):
-    """A batch norm whose output nobody reads, and one of which only the statistics are used."""
+    """A batch norm whose output is unused, and one of which only the statistics are used."""
 
     def __init__(self):
         super().__init__()

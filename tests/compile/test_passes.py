@@ -75,7 +75,7 @@ def normed(**options):
 
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}])
-def test_a_rectified_norm_is_made_again(options, mode):
+def test_a_rectified_norm_is_recomputed(options, mode):
     """Its own result is read in pass 1 alone."""
     graph = agrees(normed(**options), *batch(6, 3, 6, 6), mode)
     assert sum(node.target is batch_norm.rectified for node in graph.nodes) >= 4
@@ -110,12 +110,12 @@ def test_half_a_norm_on_a_cpu_is_left_alone():
 
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 @pytest.mark.parametrize("activation", [nn.GELU(), nn.GELU("tanh"), nn.SiLU()])
-def test_an_activation_is_made_again(activation, mode):
+def test_an_activation_is_recomputed(activation, mode):
     net = nn.Sequential(nn.Linear(12, 16), activation, nn.Linear(16, 16), activation, nn.Linear(16, 10)).double()
     graph = agrees(net, *batch(6, 12), mode)
     target = aten.silu.default if isinstance(activation, nn.SiLU) else aten.gelu.default
     calls = [node for node in graph.nodes if node.target is target]
-    assert len(calls) == 4  # for the layer behind it; for the mix, or for exact mode's product
+    assert len(calls) == 4  # for the next layer; for the mix, or for exact mode's product
     assert all(len(node.users) == 1 for node in calls)
 
 
@@ -127,7 +127,7 @@ def test_sums_over_images_are_taken_beside_their_operands():
     made = make_fx(f)(*inputs)
     before = [node.name for node in made.graph.nodes]
     sums.take_sums_early(made.graph)
-    assert [node.name for node in made.graph.nodes] == before  # operands are inputs: nothing to stand behind
+    assert [node.name for node in made.graph.nodes] == before  # operands are inputs: no node to move it after
 
     def g(a, b):
         a, b = a.exp(), b.exp()
@@ -229,8 +229,8 @@ def test_gradients_in_their_parameters_formats(packs, mode):
         assert (g.float() - e).norm() < 0.1 * e.norm()
 
 
-def test_half_formats_forget_signals_and_make_them_again():
-    """Late ones of the largest: nothing reads them between pass 2 and the place in pass 3 where they are made again."""
+def test_half_formats_recompute_convolutions():
+    """Late ones of the largest: nothing reads them between pass 2 and the place in pass 3 where they are recomputed."""
     model, (x, y) = models.plain(20).bfloat16(), batch(6, 3, 8, 8)
     graph = program_of(model, x.bfloat16(), y, "exact")[0].graph.graph
     again = [n for n in graph.nodes if n.target is torch.ops.threepass.convolution.default]
@@ -264,7 +264,7 @@ def test_a_mix_of_two_weights_is_made_once():
     graph = agrees(Branches().double(), *batch(6, 3, 8, 8), "paper")
     targets = [node.target for node in graph.nodes]
     assert targets.count(mix_of) == 3  # of 4 weights
-    assert targets.count(torch.ops.threepass.kept.default) == 1
+    assert targets.count(torch.ops.threepass.materialized.default) == 1
 
 
 def test_errors_behind_residual_blocks_are_kept(monkeypatch):
@@ -279,7 +279,7 @@ def test_errors_behind_residual_blocks_are_kept(monkeypatch):
 @pytest.mark.parametrize(("mode", "back"), [("paper", 1), ("exact", 2)])
 @pytest.mark.usefixtures("traced_for_kernels")
 def test_the_sums_of_batch_norms_are_taken_at_once(monkeypatch, mode, back):
-    """As on a GPU: pass 3's for all 13 norms; on each way back 6 behind residual blocks and 6 behind rectifiers."""
+    """As on a GPU: pass 3's for all 13 norms; in each backward pass 6 after residual blocks and 6 after ReLUs."""
     monkeypatch.setattr(sums, "can_gate", lambda *tensors, numbers: True)
     monkeypatch.setattr(batch_norm, "fits", lambda *images: True)
     graph = agrees(models.resnet(14).double(), *batch(6, 3, 8, 8), mode)

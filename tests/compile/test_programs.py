@@ -131,7 +131,7 @@ def test_what_happens_is_logged(caplog):
     said = "\n".join(caplog.messages)
     assert "captured [a] in 0.0 s, 0.5 s of them to check it (program 1 of at most 1)" in said
     assert "new inputs, [b]: this step runs eagerly, and is captured if they come again" in said
-    assert "the program for [a], used 1 times, makes room for another" in said
+    assert "discarded the program for [a], used 1 times, to capture another" in said
     assert re.match(r"1 of at most 1 programs; 0 other.*\n +2 uses +0.0 s  \[b\]", table.programs.report())
 
 

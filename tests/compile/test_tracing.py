@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from threepass.compile.user_code import culprit, in_trace
 from threepass.errors import CaptureError
-from threepass.tape.intercept import told_it_is_compiled
+from threepass.tape.intercept import reporting_compilation
 
 
 def traced(f, *inputs):
@@ -123,13 +123,13 @@ def test_code_is_told_that_it_is_compiled_and_everything_is_as_before_behind_it(
     inside, leave, answers = threading.Event(), threading.Event(), []
 
     def other():
-        with told_it_is_compiled():
+        with reporting_compilation():
             inside.set()
             leave.wait()
             answers.append(torch.compiler.is_compiling())
 
     thread = threading.Thread(target=other)
-    with contextlib.suppress(KeyError), told_it_is_compiled():
+    with contextlib.suppress(KeyError), reporting_compilation():
         assert torch.compiler.is_compiling()
         assert not torch.compiler.is_exporting()
         thread.start()

@@ -69,3 +69,14 @@ def refused(make, error=NotImplementedError):
 
 def whole(**options) -> threepass.Result:
     return threepass.three_pass(net(), F.cross_entropy, *batch(), **options)
+
+
+class WithUnusedLayer(nn.Module):
+    """One of its layers is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.unused = net(), nn.Linear(5, 4).double()
+
+    def forward(self, x):
+        return self.body(x)

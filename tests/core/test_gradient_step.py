@@ -331,7 +331,7 @@ class ReturnsOpaque(nn.Linear):
                 "loss_fn": lambda o, g, y: o.energy.sum() + g.square().sum(),
             },
             TypeError,
-            "returned a Opaque, whose tensors are not found",
+            "returned a Opaque, whose tensors cannot be found",
         ),
     ],
 )

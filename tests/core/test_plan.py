@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from threepass.core.engine import forward
+from threepass.core.engine import Task, forward
 from threepass.core.options import Options
 from threepass.core.plan import MixForm, Plan, Terms, make_plan
 from threepass.rules import affine
@@ -18,7 +18,8 @@ HALF = [torch.bfloat16, torch.float16]
 def plan(options: Options, *, activation=nn.ReLU, third=True, compiled=False, dtype=torch.float32) -> Plan:
     model = nn.Sequential(nn.Conv1d(3, 4, 2), activation(), nn.Flatten(), nn.Linear(12, 2)).to(dtype)
     tape = Record("cpu")
-    forward(model, F.cross_entropy, torch.randn(5, 3, 4, dtype=dtype), torch.randint(2, (5,)), tape, options)
+    x, y = torch.randn(5, 3, 4, dtype=dtype), torch.randint(2, (5,))
+    forward(Task(model, F.cross_entropy, x, y), tape, options)
     tape.prune(to_loss=options.exact and third)
     return make_plan(tape, options, 5, third, WEIGHTS if compiled else None)
 

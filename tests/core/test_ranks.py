@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from close import assert_close, plain_grads
 from processes import RANKS, spawned
-from small_batches import TERMS, UNEVEN, B, Tokens, batch, net, of_gradients, refused, tokens, whole
+from small_batches import TERMS, UNEVEN, B, Tokens, WithUnusedLayer, batch, net, of_gradients, refused, tokens, whole
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
@@ -17,17 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 import threepass
 from threepass.core.engine import run
 from threepass.core.options import Options
-
-
-class Branches(nn.Module):
-    """One of its layers takes no part."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.unused = net(), nn.Linear(5, 4).double()
-
-    def forward(self, x):
-        return self.body(x)
 
 
 def grads_of(model: nn.Module) -> dict:
@@ -251,9 +240,9 @@ def compiled(rank, norm=False, compile="require"):
 
 
 def compiled_in_part(rank):
-    """A captured step of a model with a layer that takes no part, and a frozen weight."""
+    """A captured step of a model with a layer that is not used, and a frozen weight."""
     x, y = (z.chunk(RANKS)[rank] for z in batch())
-    model = Branches()
+    model = WithUnusedLayer()
     model.body[2].weight.requires_grad_(False)
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     threepass.ThreePass(wrapped, F.cross_entropy, mode="exact", compile="require")(x, y)
@@ -311,7 +300,7 @@ def results(rank: int) -> dict:
         table["by hand", name] = by_hand(rank, **options)
         table["uneven, batch_size", name] = one_step(rank, sizes=UNEVEN, batch_size=B, **options)
         table["uneven", name] = one_step(rank, sizes=UNEVEN, **options)
-    table["find_unused_parameters"] = repeated(rank, {"find_unused_parameters": True}, Branches)
+    table["find_unused_parameters"] = repeated(rank, {"find_unused_parameters": True}, WithUnusedLayer)
     table["static_graph"] = repeated(rank, {"static_graph": True})
     table["gradient_as_bucket_view"] = repeated(rank, {"gradient_as_bucket_view": True})
     table["communication hook"] = communication_hook(rank)

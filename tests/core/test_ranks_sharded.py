@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from close import assert_close
 from processes import RANKS, spawned
-from small_batches import TERMS, B, Tokens, batch, net, of_gradients, refused, tokens, whole
+from small_batches import TERMS, B, Tokens, WithUnusedLayer, batch, net, of_gradients, refused, tokens, whole
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
@@ -66,17 +66,6 @@ def frozen(rank):
     model = net()
     model[2].weight.requires_grad_(False)
     return by_step(rank, model)
-
-
-class Branches(nn.Module):
-    """One of its layers takes no part."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.unused = net(), nn.Linear(5, 4).double()
-
-    def forward(self, x):
-        return self.body(x)
 
 
 def embeddings(rank):
@@ -168,7 +157,7 @@ def results(rank: int) -> dict:
     table["resharded"] = by_step(rank, shard={"reshard_after_forward": True})
     table["kept"] = by_step(rank, shard={"reshard_after_forward": False})
     table["frozen"] = frozen(rank)
-    table["unused"] = by_step(rank, Branches())
+    table["unused"] = by_step(rank, WithUnusedLayer())
     table["embeddings"] = embeddings(rank)
     table["training"] = training(rank)
     table["mixed precision"] = mixed_precision(rank)

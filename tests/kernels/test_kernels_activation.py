@@ -45,7 +45,7 @@ def test_plain_against_autograd(shape, kind):
     torch.testing.assert_close(e, slope * z["r"])
     torch.testing.assert_close(sums, e.sum(rows))
     assert u.numel() == 0
-    e, sums, u = activation.error(**z, kind=kind, again=True)
+    e, sums, u = activation.error(**z, kind=kind, with_u=True)
     torch.testing.assert_close(e, slope * z["r"] + bend * z["d"] * z["t"])
     torch.testing.assert_close(sums, e.sum(rows))
     torch.testing.assert_close(u, f(z["a"]))
@@ -114,7 +114,7 @@ def everywhere(monkeypatch, traced_for_kernels):
 
 
 class Dropped(nn.Module):
-    """What is elementwise behind the activation the compiler does together with its derivative."""
+    """The compiler fuses elementwise operations downstream of the activation with its derivative."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.gelu(x) * 0.5
@@ -163,7 +163,7 @@ def net(*activations: nn.Module, bias: bool = True) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(12, 12), nn.Flatten(), nn.Linear(48, 10))
 
 
-NETS = {  # and how often the operation stands for an error in pass 2, and on exact mode's way back
+NETS = {  # and how often the operation computes an error in pass 2, and in exact mode's last backward pass
     "gelu": (lambda: net(nn.GELU(), nn.GELU()), 2, 2),
     "gelu-tanh": (lambda: net(nn.GELU("tanh"), nn.GELU("tanh")), 2, 2),
     "silu": (lambda: net(nn.SiLU(), nn.SiLU()), 2, 2),
@@ -210,7 +210,7 @@ def test_a_captured_step_with_the_operation_is_the_engines(name, mode):
     _, errors, bends = NETS[name]
     found = calls(program)
     if errors is not None:
-        exact = mode == "exact"  # there, float formats sum the joined error, on the way back
+        exact = mode == "exact"  # there, float formats sum the joined error, in the last backward pass
         assert sum(node.args[3] is None for node in found) == (0 if exact else errors)
         assert sum(node.args[3] is not None for node in found) == (bends if exact else 0)
     torch.testing.assert_close(program(*inputs), eager(), rtol=1e-4, atol=1e-6)
@@ -257,7 +257,7 @@ def test_exact_mode_makes_u_again_where_it_is_needed():
     for with_kernels in (True, False):
         graph = trace(step, inputs, kernels=with_kernels).graph.graph
         made = [n for n in graph.nodes if n.target is torch.ops.aten.gelu.default]
-        assert len(made) == (4 if with_kernels else 6)  # in pass 1, for pass 3's mix, and for the way back
+        assert len(made) == (4 if with_kernels else 6)  # in pass 1, for pass 3's mix, and for the last backward pass
     for node in calls(trace(step, inputs)):
         assert node.args[5] == (node.args[3] is not None)
 

@@ -183,7 +183,7 @@ def _check_case(shape) -> None:
             summed = {} if "t_2" in changed else {"t": rounded, "t_2": torch.zeros_like(rounded)}
             expected = call(exact | summed, torch.float64, **changed)
             check_results(partial(call, z, dtype, **changed), expected, dtype, tolerance, (shape, changed))
-    # under autocast: a float32 stream, a branch in bfloat16, and bfloat16 for the product behind
+    # under autocast: a float32 stream, a branch in bfloat16, and bfloat16 for the product downstream
     z = signals(shape, torch.float32) | {"t_2": signals(shape, torch.bfloat16)["t_2"]}
     got, expected = call(z, torch.bfloat16), layer_norm._plain(*_positional(z, torch.bfloat16))
     torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
@@ -356,7 +356,7 @@ def test_separate_terms(mode):
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_first_of_all_and_before_a_flat_loss(dtype):
-    """Nobody needs R{d} of the input; behind the last norm there is none, or pass 2's error in its place."""
+    """R{d} of the input is not needed; downstream of the last norm there is none, or pass 2's error in its place."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 24), nn.LayerNorm(24), nn.Linear(24, 10)).to(dtype)
     inputs = [torch.randn(8, 4, 12, dtype=dtype), torch.randn(8, 4, 10, dtype=dtype)]
@@ -407,7 +407,7 @@ def test_column_sums_are_the_operations_where_gradients_are_packed_in_bfloat16(m
         for dims in ([0, 1], [0])
     )
     assert of_norms == [0, 4 * norms]  # d mix, d, r x and r of each
-    assert of_weights[1] - of_weights[0] == norms  # R{d} behind each
+    assert of_weights[1] - of_weights[0] == norms  # R{d} downstream of each
     for got, expected in zip(program(*inputs), without(*inputs), strict=True):
         assert got.dtype == expected.dtype
         assert (got - expected).norm() < 5e-2 * expected.norm()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import threepass
-from threepass.core.engine import backward, forward
+from threepass.core.engine import Task, backward, forward
 from threepass.core.options import Options
 from threepass.core.plan import make_plan
 from threepass.rules import generic
@@ -22,7 +22,7 @@ D = torch.float64
 
 
 class TwoReaders(nn.Module):
-    """What batch norm reads is also read before and behind it."""
+    """What batch norm reads is also read upstream and downstream of it."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ class TwoReaders(nn.Module):
 
 
 class Residual(nn.Module):
-    """A block whose last scale is zero, behind it a rectifier of x + 0, with x zero where a rectifier closed."""
+    """A block whose last scale is zero, then a ReLU of x + 0, with x zero where an earlier ReLU is closed."""
 
     def __init__(self):
         super().__init__()
@@ -172,7 +172,7 @@ def test_the_error_upstream_of_batch_norm_is_stored_once(mode):
     """The convolution's d is batch norm's; the error downstream of batch norm is not stored."""
     model, x, y = build("2d")
     tape = Record("cpu")
-    _, loss = forward(model, F.cross_entropy, x, y, tape, Options())
+    _, loss = forward(Task(model, F.cross_entropy, x, y), tape, Options())
     conv, norm = list(tape.operations)[:2]
     tape.prune(to_loss=mode == "exact")
     _, errors = backward(tape, make_plan(tape, Options(mode=mode), len(x)), loss)
@@ -186,7 +186,7 @@ def test_the_error_upstream_of_batch_norm_is_stored_once(mode):
 def test_without_weights_to_train_no_error_is_kept(affine):
     model, x, y = build("both-frozen" if affine else "no-affine")
     tape = Record("cpu")
-    _, loss = forward(model, F.cross_entropy, x, y, tape, Options())
+    _, loss = forward(Task(model, F.cross_entropy, x, y), tape, Options())
     norm = tape.operations[1]
     tape.prune(to_loss=False)
     assert norm not in backward(tape, make_plan(tape, Options(), len(x)), loss)[1]
@@ -217,7 +217,7 @@ def test_hooks_beside_batch_norm(where):
     model.change = lambda d: None
     whole = run(model, x, y)
     assert whole.third_grads["norm.weight"].any()
-    factor = 0.25 if where == "u" else 0.5  # t is halved, and behind the hook d too
+    factor = 0.25 if where == "u" else 0.5  # t is halved, and upstream of the hook d too
     torch.testing.assert_close(halved.third_grads["norm.weight"], factor * whole.third_grads["norm.weight"])
     torch.testing.assert_close(halved.third_grads["a.weight"], 0.25 * whole.third_grads["a.weight"])
     looked = run(model, x, y, mode="exact")
@@ -261,7 +261,7 @@ def test_float16_keeps_the_error_at_the_output():
 
 
 def test_checkpointed_batch_norm():
-    """A checkpoint runs batch norm again on the way back, on what it saved the first time."""
+    """A checkpoint recomputes batch norm in the backward pass, from the inputs that it saved."""
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.Tanh())
     model = nn.Sequential(block, nn.Linear(6, 4)).to(D)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import threepass
-from threepass.core.engine import forward
+from threepass.core.engine import Task, forward
 from threepass.core.gradient_loss import GradientOptions
 from threepass.tape.record import Record
 
@@ -129,7 +129,7 @@ def rules_of(model, x):
     """The operations of the model without a fast rule."""
     tape = Record("cpu")
     with torch.enable_grad():
-        forward(model, lambda output, y: output.sum(), x, None, tape, GradientOptions())
+        forward(Task(model, lambda output, y: output.sum(), x, None), tape, GradientOptions())
     return [op.name for op in tape.operations if op.linearize() is None]
 
 

@@ -35,7 +35,7 @@ def test_functions_of_users_are_not_remembered():
     def mine_(a):
         return a
 
-    assert traits_of(Twice.apply).is_users
+    assert traits_of(Twice.apply).is_user_defined
     assert traits_of(mine_).writes
     mine_.__name__ = "mine"
     assert not traits_of(mine_).writes

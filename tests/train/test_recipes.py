@@ -1,4 +1,4 @@
-"""Recipes: every one is a valid config with results behind it, and what a user gives is never overruled."""
+"""Recipes: every one is a valid config with measured results, and what a user gives is never overruled."""
 
 import importlib
 import json

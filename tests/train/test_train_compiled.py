@@ -1,7 +1,7 @@
 """fit(compile=True): the numbers of eager training, step by step, from recorded steps.
 
 Most tests leave out Inductor, which takes seconds a program, and run the traced programs as they are. As on a GPU,
-every recorded step is warmed up before it is used, so that whatever a warm-up leaves behind shows in the numbers.
+every recorded step is warmed up before it is used, so that a change by the warm-up would show in the numbers.
 """
 
 import json

@@ -231,8 +231,8 @@ def agreement(model: nn.Module, batch: Sequence[Tensor]) -> float | str:
 def difference(grads: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
     """|g - g'| / |g'|, over all weights together."""
     pairs = list(zip(grads, reference, strict=True))
-    apart = sum((g.double() - r.double()).square().sum().item() for g, r in pairs)
-    return (apart / sum(r.double().square().sum().item() for _, r in pairs)) ** 0.5
+    squares = sum((g.double() - r.double()).square().sum().item() for g, r in pairs)
+    return (squares / sum(r.double().square().sum().item() for _, r in pairs)) ** 0.5
 
 
 def _at_ceilings(entry: dict[str, Any], limit: dict[str, float] | None, ceiling: dict[str, float]) -> None:

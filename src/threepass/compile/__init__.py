@@ -1,1 +1,1 @@
-"""A step as one compiled program: traced, rewritten, compiled, checked, and found again by its signature."""
+"""A step as one compiled program: traced, rewritten, compiled, checked, and looked up by its signature."""

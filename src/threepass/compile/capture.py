@@ -1,7 +1,7 @@
 """The whole step as one compiled function: forward, backward, third pass and mix in one graph.
 
-The engine is its own compiler front end: `trace` makes one program of it, Inductor compiles that, and on a GPU it is
-recorded as a CUDA graph and replayed: its inputs and outputs then have fixed places in memory.
+The engine is its own compiler front end: `trace` records one run of it as a graph, Inductor compiles the graph, and on
+a GPU the program is recorded as a CUDA graph and replayed, with inputs and outputs at fixed addresses.
 
     captured = capture(fn, inputs)      fn: tensors -> list of tensors
     outputs = captured(*inputs)
@@ -26,7 +26,7 @@ from .trace import Fn, Program, trace
 
 _ours = torch.ops.threepass
 _FAR = {torch.float64: 1e-6, torch.float32: 1e-2}  # of a result's size: far more than rounding, in other formats 0.2
-_WITHOUT_KERNELS = {op.default for op in (_ours.convolution, _ours.kept, _ours.norm_numbers, _ours.pack, _ours.seeds)}
+_NO_KERNELS = (_ours.convolution, _ours.materialized, _ours.norm_numbers, _ours.pack, _ours.seeds)
 
 
 class Captured:
@@ -50,7 +50,7 @@ class Captured:
     def has_kernels(self) -> bool:
         """Whether the program calls Triton kernels of this library."""
         ours = {node.target for node in self.program.graph.graph.nodes if is_ours(node)}
-        return not ours <= _WITHOUT_KERNELS
+        return not ours <= {op.default for op in _NO_KERNELS}
 
     @property
     def graph_bytes(self) -> int | None:
@@ -157,10 +157,10 @@ def _place_of(weights: Tensor | None, program: Program, places: list[int]) -> in
 
 
 def _compare_with_eager(program: Program, fn: Fn, inputs: Sequence[Tensor], restore: Callable[[], Any]) -> None:
-    """Raises a `CaptureError` if a trace with symbols is far from the function itself.
+    """Raises a `CaptureError` if a trace with dynamic shapes is far from the function itself.
 
-    No guard tells that Python code took a symbol for something else than a number, by `isinstance(n, int)` or `str(n)`.
-    Masks that a step draws are not those of an eager one: it is not compared.
+    Python code may treat a symbolic size unlike a number, by `isinstance(n, int)` or `str(n)`, and no guard records it.
+    A step that draws random numbers is not compared: an eager step draws others.
     """
     if program.draws:
         return
@@ -171,12 +171,12 @@ def _compare_with_eager(program: Program, fn: Fn, inputs: Sequence[Tensor], rest
     largest = max(z.double().norm() for z in expected if z.is_floating_point())
     for ours, theirs in zip(found, expected, strict=True):
         if ours.is_floating_point():
-            apart = (ours.double() - theirs.double()).norm()
+            difference = (ours.double() - theirs.double()).norm()
             rounding = min(100 * torch.finfo(theirs.dtype).eps, 0.02) * largest  # a bias before batch norm has no more
-            if apart > _FAR.get(theirs.dtype, 0.2) * theirs.double().norm() + rounding:
+            if difference > _FAR.get(theirs.dtype, 0.2) * theirs.double().norm() + rounding:
                 raise CaptureError(
-                    "with a symbol in place of a size the model computes something else, as code that asks for "
-                    "isinstance(n, int) or str(n) of a size n does"
+                    "traced with dynamic shapes, the model does not compute what it computes eagerly: does its code "
+                    "depend on isinstance(n, int) or str(n) of a size n?"
                 )
 
 

@@ -234,9 +234,9 @@ class Part:
         if excess > 1:
             ours, theirs = getattr(self.eager[i], figure), getattr(self.compiled[i], figure)
             raise CaptureError(
-                f"the compiled step is wrong in {what}, of shape {tuple(self.reference[i].shape)}: its "
-                f"{_WORDS[figure]} against a float64 reference is {theirs:.1e} of its size, and the eager step's "
-                f"{ours:.1e}. Please report this with your model: the compiler has a bug, or this check is too strict"
+                f"the compiled step is wrong in {what}, of shape {tuple(self.reference[i].shape)}: compared with a "
+                f"float64 reference, its {_WORDS[figure]} is {theirs:.1e}, and the eager step's is {ours:.1e}. Please "
+                "report this with your model: the compiler has a bug, or this check is too strict"
             )
 
 
@@ -263,7 +263,10 @@ def excesses(
 
 
 _NAMES = ("error", "row", "slope")
-_WORDS = {"error": "error", "row": "largest error of a row", "slope": "error along it"}
+_WORDS = {
+    "error": "relative error", "row": "largest relative error of a row",
+    "slope": "relative error in the direction of the reference",
+}  # fmt: skip
 
 
 def figures(z: Tensor, reference: Tensor, size: float) -> Figures:

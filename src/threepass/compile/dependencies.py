@@ -51,7 +51,7 @@ _contents = attrgetter("cell_contents")
 _defaults = attrgetter("__defaults__", "__kwdefaults__")
 
 
-class Same:
+class Identity:
     """Equal to itself alone; keeps the object alive, so that no other gets its address."""
 
     __slots__ = ("object",)
@@ -60,14 +60,14 @@ class Same:
         self.object = object
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.object is other.object
+        return isinstance(other, Identity) and self.object is other.object
 
     def __hash__(self) -> int:
         return id(self.object)
 
 
 class TensorItem(NamedTuple):
-    tensor: Same
+    tensor: Identity
     pointer: int | None
     shape: torch.Size
     stride: tuple[int, ...] | None
@@ -84,6 +84,20 @@ class Attribute(NamedTuple):
     name: str
 
 
+class Scope(NamedTuple):
+    """How far an object is walked.
+
+    names: of the attributes that matter, where it is neither a module nor a function; None: all. depth: of objects
+    within objects.
+    """
+
+    names: frozenset[str] | None = None
+    depth: int = 0
+
+
+WHOLE = Scope()
+
+
 class Dependencies:
     """The model and the loss as they are now; `ignored` names attributes of modules that do not count."""
 
@@ -93,7 +107,7 @@ class Dependencies:
         self.attributes: dict[str, Attribute] = {}
         self._paths: dict[int, str] = {}  # of what was walked already
         self._alive: list[Any] = []  # and that itself, so that its address stays its own
-        self._kept: list[tuple[dict[str, Any], dict[str, Any], bool]] = []
+        self._restorable: list[tuple[dict[str, Any], dict[str, Any], bool]] = []
         self._fields: dict[tuple[str, ...], list[Any]] = defaultdict(list)  # names -> the dicts that have them
         self._slots: dict[tuple[str, ...], list[Any]] = defaultdict(list)
         self._modules: list[nn.Module] = []
@@ -116,7 +130,7 @@ class Dependencies:
         self._remember()
 
     def _remember(self) -> None:
-        """Takes down what `hold` compares with."""
+        """Records what `hold` compares with."""
         self._groups: list[tuple[Any, list[Any]]] = [
             *((itemgetter(*names), dicts) for names, dicts in self._fields.items() if names),
             *((attrgetter(*names), objects) for names, objects in self._slots.items()),
@@ -161,7 +175,7 @@ class Dependencies:
 
     def restore(self) -> None:
         """Puts attributes, closures' variables and the contents of containers back, where they are others now."""
-        for fields, before, whole in self._kept:
+        for fields, before, whole in self._restorable:
             for name in [n for n in fields if n not in before and n not in _WALKED] if whole else ():
                 del fields[name]
             for name, value in before.items():
@@ -173,8 +187,8 @@ class Dependencies:
             container.clear()
             (container.update if isinstance(container, (dict, set)) else container.extend)(contents)
 
-    def _add(self, path: str, value: Any, names: frozenset[str] | None = None, depth: int = 0) -> None:
-        """Describes a value under its path. names: of the attributes that matter, where it is some object; None: all"""
+    def _add(self, path: str, value: Any, scope: Scope = WHOLE) -> None:
+        """Describes a value under its path."""
         if isinstance(value, PLAIN):
             self.items[path] = _plain(value)
         elif isinstance(value, Tensor):
@@ -187,37 +201,37 @@ class Dependencies:
             if not isinstance(value, types.MethodType):  # a new object at every access
                 self._paths[id(value)] = path
             self._alive.append(value)
-            self._composite(path, value, names, depth)
+            self._composite(path, value, scope)
 
-    def _composite(self, path: str, value: Any, names: frozenset[str] | None, depth: int) -> None:
+    def _composite(self, path: str, value: Any, scope: Scope) -> None:
         match value:
             case nn.Module():
                 self._module(path, value)
             case types.FunctionType():
                 self._function(path, value)
             case types.MethodType():
-                self._method(path, value, depth)
+                self._method(path, value, scope.depth)
             case functools.partial():
                 self.items[path] = functools.partial
-                self._add(f"{path}.func", value.func, names, depth)
-                self._add(f"{path}.args", value.args, names, depth)
-                self._add(f"{path}.keywords", value.keywords, names, depth)
+                self._add(f"{path}.func", value.func, scope)
+                self._add(f"{path}.args", value.args, scope)
+                self._add(f"{path}.keywords", value.keywords, scope)
             case slice():
-                self._add(path, (slice, value.start, value.stop, value.step), names, depth)
+                self._add(path, (slice, value.start, value.stop, value.step), scope)
             case tuple() | frozenset():
-                self._elements(path, value, names, depth)
+                self._elements(path, value, scope)
             case list() | dict() | set() | deque():
-                self._container(path, value, names, depth)
+                self._container(path, value, scope)
             case staticmethod() | classmethod():
                 self._add(path, value.__func__)
             case property():
                 self._add(path, value.fget)
             case types.ModuleType():
-                self._python_module(path, value, names)
+                self._python_module(path, value, scope.names)
             case type() | types.BuiltinFunctionType():
-                self.items[path] = Same(value)
+                self.items[path] = Identity(value)
             case _:
-                self._object(path, value, names, depth)
+                self._object(path, value, scope)
 
     def _tensor(self, path: str, z: Tensor) -> None:
         try:
@@ -225,14 +239,14 @@ class Dependencies:
         except RuntimeError:  # sparse, or without a storage
             pointer, stride = None, None
         self.items[path] = TensorItem(
-            Same(z), pointer, z.shape, stride, z.dtype, z.device, z.requires_grad, z.is_inference()
+            Identity(z), pointer, z.shape, stride, z.dtype, z.device, z.requires_grad, z.is_inference()
         )
         if id(z) not in self._paths and pointer is not None:
             self._tensors.append(z)
         self._paths[id(z)] = path
 
     def _module(self, path: str, module: nn.Module) -> None:
-        self.items[path] = (Same(module), Same(type(module)))
+        self.items[path] = (Identity(module), Identity(type(module)))
         self._modules.append(module)
         if isinstance(module, torch.jit.ScriptModule):  # takes no hooks and no new attributes
             self._slots[("training",)].append(module)
@@ -245,7 +259,7 @@ class Dependencies:
         left_out = _WALKED | self._ignored.get(module, set())
         if type(module).__module__.startswith("torch.nn."):
             left_out |= _METADATA
-        self._attributes(path, fields, [n for n in fields if n not in left_out], names, 0, module, whole=True)
+        self._attributes(path, fields, [n for n in fields if n not in left_out], Scope(names), module, whole=True)
         for kind in MODULE_MEMBERS:
             members = fields[kind]
             self._entries(members)
@@ -261,7 +275,7 @@ class Dependencies:
         self._entries(hooks)
         for i, hook in enumerate(hooks.values()):
             self._add(f"{path}[{i}]", hook)
-            self.items[f"{path}[{i}] itself"] = Same(hook)
+            self.items[f"{path}[{i}] itself"] = Identity(hook)
 
     def _entries(self, entries: dict[Any, Any]) -> None:
         """A dict whose values are compared by identity."""
@@ -274,17 +288,16 @@ class Dependencies:
         path: str,
         fields: Any,
         chosen: list[str],
-        names: frozenset[str] | None,
-        depth: int,
+        scope: Scope,
         module: nn.Module | None = None,
         whole: bool = False,
     ) -> None:
-        """The entries of a `__dict__`, or of the like of it; whole: a new one is a change too."""
+        """Chosen entries of a `__dict__` or a mapping like it; whole: a new entry is a change too."""
         compared = []
         if whole:
             self._sized.append(fields)
         if isinstance(fields, dict):
-            self._kept.append((fields, {name: fields[name] for name in chosen}, whole))
+            self._restorable.append((fields, {name: fields[name] for name in chosen}, whole))
         for name in chosen:
             value = fields[name]
             if isinstance(value, Tensor):
@@ -294,7 +307,7 @@ class Dependencies:
                 compared.append(name)
             if module is not None:
                 self.attributes[f"{path}.{name}"] = Attribute(module, name)
-            self._add(f"{path}.{name}", value, names, depth)
+            self._add(f"{path}.{name}", value, scope)
         self._fields[tuple(compared)].append(fields)
 
     def _class(self, cls: type) -> frozenset[str] | None:
@@ -305,77 +318,80 @@ class Dependencies:
             if id(base) not in self._paths:
                 self._paths[id(base)] = path
                 chosen = [n for n, v in vars(base).items() if isinstance(v, (*PLAIN, *_CODE, Tensor)) and _is_own(n)]
-                self._attributes(path, vars(base), chosen, None, 0)
+                self._attributes(path, vars(base), chosen, WHOLE)
         functions = (f for base in bases for v in vars(base).values() if (f := _unwrapped(v)))
         codes = (f.__code__ for f in functions if isinstance(f, types.FunctionType))
         return frozenset().union(*map(names_in, codes)) if bases else None
 
     def _function(self, path: str, f: types.FunctionType) -> None:
-        self.items[path] = Same(f)
+        self.items[path] = Identity(f)
         if is_library(f.__module__ or ""):
             return
         self._functions.append(f)
-        names = names_in(f.__code__)
-        self._add(f"{path} defaults", f.__defaults__, names)
-        self._add(f"{path} defaults by name", f.__kwdefaults__, names)
+        scope = Scope(names_in(f.__code__))
+        self._add(f"{path} defaults", f.__defaults__, scope)
+        self._add(f"{path} defaults by name", f.__kwdefaults__, scope)
         if f.__dict__:
-            self._add(f"{path} attributes", f.__dict__, names)
+            self._add(f"{path} attributes", f.__dict__, scope)
         for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
             try:
                 value = cell.cell_contents
             except ValueError:  # assigned later
                 continue
             self._cells.append(cell)
-            self._add(f"{path}: {name}", value, names)
-        self._globals(f, names)
+            self._add(f"{path}: {name}", value, scope)
+        self._globals(f)
 
-    def _globals(self, f: types.FunctionType, names: frozenset[str]) -> None:
+    def _globals(self, f: types.FunctionType) -> None:
+        names = names_in(f.__code__)
         chosen = [n for n in sorted(names) if n in f.__globals__ and _is_watched(f.__globals__[n])]
-        self._attributes(f"{f.__module__}", f.__globals__, chosen, names, 0)
+        self._attributes(f"{f.__module__}", f.__globals__, chosen, Scope(names))
 
     def _python_module(self, path: str, module: types.ModuleType, names: frozenset[str] | None) -> None:
-        self.items[path] = Same(module)
+        self.items[path] = Identity(module)
         if not is_library(module.__name__):
             chosen = [n for n in sorted(names or ()) if n in vars(module) and _is_watched(vars(module)[n])]
-            self._attributes(module.__name__, vars(module), chosen, names, 0)
+            self._attributes(module.__name__, vars(module), chosen, Scope(names))
 
     def _method(self, path: str, method: types.MethodType, depth: int) -> None:
         self.items[path] = types.MethodType
         self._add(f"{path}.__func__", method.__func__)
         code = getattr(method.__func__, "__code__", None)
-        self._add(f"{path}.__self__", method.__self__, None if code is None else names_in(code), depth)
+        self._add(f"{path}.__self__", method.__self__, Scope(None if code is None else names_in(code), depth))
 
-    def _elements(self, path: str, values: Iterable[Any], names: frozenset[str] | None, depth: int) -> None:
+    def _elements(self, path: str, values: Iterable[Any], scope: Scope) -> None:
         ordered = sorted(values, key=repr) if isinstance(values, (set, frozenset)) else [*values]
         self.items[path] = (type(values), len(ordered))
         for i, value in enumerate(ordered):
-            self._add(f"{path}[{i}]", value, names, depth)
+            self._add(f"{path}[{i}]", value, scope)
 
-    def _container(self, path: str, container: Any, names: frozenset[str] | None, depth: int) -> None:
+    def _container(self, path: str, container: Any, scope: Scope) -> None:
         if len(container) > _LARGEST:
             self._sized.append(container)
-            self.items[path] = (Same(container), len(container))
+            self.items[path] = (Identity(container), len(container))
             return
         self._containers.append(container)
         values = [*container.values()] if isinstance(container, dict) else [*container]
         if not all(isinstance(v, PLAIN) for v in values):
             self._mixed.append(container)
         if isinstance(container, dict):
-            self._elements(f"{path} keys", container.keys(), names, depth)
-        self._elements(path, container.values() if isinstance(container, dict) else container, names, depth)
+            self._elements(f"{path} keys", container.keys(), scope)
+        self._elements(path, container.values() if isinstance(container, dict) else container, scope)
 
-    def _object(self, path: str, value: Any, names: frozenset[str] | None, depth: int) -> None:
+    def _object(self, path: str, value: Any, scope: Scope) -> None:
         """Some object: one level of its attributes, and of the methods among `names` what their code names."""
-        self.items[path] = (Same(value), Same(type(value)))
-        if depth >= _DEEPEST:
+        self.items[path] = (Identity(value), Identity(type(value)))
+        if scope.depth >= _DEEPEST:
             return
+        names = scope.names
         if names is None and callable(value):
             self._class(type(value))
         names = names if names is None else _with_methods(type(value), names)
+        within = Scope(names, scope.depth + 1)
         fields = getattr(value, "__dict__", None)
         if isinstance(fields, dict):
             chosen = [n for n in fields if names is None or n in names]
-            self._attributes(path, fields, chosen, names, depth + 1, whole=names is None)
+            self._attributes(path, fields, chosen, within, whole=names is None)
         for name in names or ():
             if isinstance(f := _unwrapped(getattr(type(value), name, None)), types.FunctionType):
                 self._add(f"{path}.{name}", f)
@@ -384,7 +400,7 @@ class Dependencies:
             if slots:
                 self._slots[tuple(slots)].append(value)
             for name in slots:
-                self._add(f"{path}.{name}", getattr(value, name), names, depth + 1)
+                self._add(f"{path}.{name}", getattr(value, name), within)
 
 
 _CODE = (types.FunctionType, staticmethod, classmethod, property)
@@ -407,7 +423,7 @@ def flags() -> tuple[Hashable, ...]:
 
 @functools.cache
 def is_library(module: str) -> bool:
-    """Whether code of this module is PyTorch's, Python's, ours, or otherwise installed: it does not change."""
+    """Whether this module is PyTorch's, Python's, ours, or otherwise installed: its code does not change."""
     root = module.partition(".")[0]
     if root in ("torch", "threepass") or root in sys.stdlib_module_names:
         return root != "__main__"
@@ -470,7 +486,7 @@ def in_words(item: Any) -> str:
             return repr(float.fromhex(value))
         case (type(), value):
             return repr(value)
-        case Same() | (Same(), *_):
+        case Identity() | (Identity(), *_):
             return "another object"
         case None:
             return "nothing"

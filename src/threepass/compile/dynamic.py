@@ -34,7 +34,9 @@ class SymbolicInputs:
     def fixed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Fake tensors like parameters and buffers, whose sizes are numbers."""
         if any(isinstance(z, FakeTensor) for z in tensors):
-            raise CaptureError("the step refers to a tensor that it made itself in the trace")
+            raise CaptureError(
+                "the graph refers to a tensor that was created during the trace and is no input of the step"
+            )
         return [self._mode.from_tensor(z, static_shapes=True) for z in tensors]
 
     @contextlib.contextmanager

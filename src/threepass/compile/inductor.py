@@ -49,7 +49,7 @@ def warm_up(graph: Graph) -> None:
 
 
 def _zeros(like: Tensor) -> Tensor:
-    """A real tensor in the image of one that may be a tracer's."""
+    """Zeros with the metadata of a tensor that may be a fake one."""
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
 
 

@@ -35,7 +35,7 @@ from .signature import Signature, State, UnsettledError
 from .sizes import MAX_DYNAMIC, Family, Sizes
 
 MAX_PROGRAMS = 16
-ATTEMPTS = 3  # that fail, or are wasted, before no more are made of their like
+ATTEMPTS = 3  # captures that fail, or whose programs are used once, before no more are tried
 COMPILE = (False, True, "require")
 log = logging.getLogger("threepass")
 
@@ -61,7 +61,7 @@ class Key(NamedTuple):
 
 @dataclass
 class Entry(Generic[P]):
-    """A signature that came: how often, and its program if there is one."""
+    """A signature of a call: how often it came, and its program if there is one."""
 
     key: Key
     label: str
@@ -143,11 +143,11 @@ class Programs(Generic[P]):
             dynamic = self._dynamic(key, sizes())
             key, entry = (key, entry) if dynamic is None else (dynamic.key, dynamic)
         if entry is None:
-            entry = self._entered(key, label())
+            entry = self._new_entry(key, label())
         self._entries.move_to_end(key)
         if entry.program is None:
             entry.calls += 1
-            if not self._is_time(entry, recurring):
+            if not self._should_capture(entry, recurring):
                 return None
             self._capture(entry, make)
         if entry.program is not None:
@@ -173,7 +173,7 @@ class Programs(Generic[P]):
         if family.put_off == 1:
             return None
         if family.captures == MAX_DYNAMIC:
-            self._stay_static(family, sizes, CaptureError(f"{MAX_DYNAMIC} dynamic programs did not serve all sizes"))
+            self._stay_static(family, sizes, CaptureError(f"guards of {MAX_DYNAMIC} dynamic programs failed"))
             return None
         return self._capture_dynamic(key, family, sizes, varying)
 
@@ -212,16 +212,16 @@ class Programs(Generic[P]):
     def _stay_static(self, family: Family[P], sizes: Sizes[P], error: Exception) -> None:
         family.is_static = True
         words = sizes.label(frozenset(family.varying))
-        log.info("each size of %s gets a program of its own, because %s", words, reason_of(error))
+        log.info("a separate program is captured for each size of %s, because %s", words, reason_of(error))
 
-    def _entered(self, key: Key, label: str) -> Entry[P]:
+    def _new_entry(self, key: Key, label: str) -> Entry[P]:
         waiting = [k for k, entry in self._entries.items() if entry.program is None]
         if len(waiting) > 8 * self.max_programs:  # many inputs that came once
             del self._entries[waiting[0]]
         self._entries[key] = Entry(key, label)
         return self._entries[key]
 
-    def _is_time(self, entry: Entry[P], recurring: bool) -> bool:
+    def _should_capture(self, entry: Entry[P], recurring: bool) -> bool:
         """Whether a signature without a program is to be captured at this call."""
         alike = [e for e in self._entries.values() if e.key[:2] == entry.key[:2] and e is not entry]
         if not self.required and (entry.failed or self._has_failed(entry, alike)):
@@ -230,16 +230,16 @@ class Programs(Generic[P]):
             log.info("new inputs, %s: this step runs eagerly, and is captured if they come again", entry.label)
             return False
         if entry.calls == 1 and self._wasted >= ATTEMPTS and not any(e.program is not None for e in alike):
-            self._say_what_keeps_changing(entry)
+            self._warn_of_changing_state(entry)
             return False
         return self._has_room(entry)
 
     def _has_failed(self, entry: Entry[P], alike: list[Entry[P]]) -> bool:
-        """Whether so many attempts have failed that this one is left out; programs that are required are tried."""
+        """Whether so many captures have failed that this one is not tried; required programs always are."""
         at_each_state = entry.calls == 1 and self._failed >= ATTEMPTS
         return at_each_state or self._unsettled >= ATTEMPTS or sum(e.failed for e in alike) >= ATTEMPTS
 
-    def _say_what_keeps_changing(self, entry: Entry[P]) -> None:
+    def _warn_of_changing_state(self, entry: Entry[P]) -> None:
         assert self._newest is not None
         changed = self._newest.key.state.difference(entry.key.state)
         log.info("the model or the loss changed again, %s: this step runs eagerly", changed)
@@ -270,7 +270,7 @@ class Programs(Generic[P]):
                     "full",
                 )
                 return False
-            log.info("the program for %s, used %d times, makes room for another", oldest.label, oldest.uses)
+            log.info("discarded the program for %s, used %d times, to capture another", oldest.label, oldest.uses)
             self._drop(oldest)
         return True
 
@@ -295,7 +295,7 @@ class Programs(Generic[P]):
             self._unsettled += 1
             if self._unsettled >= ATTEMPTS:
                 self.refuse(error)
-            log.info("this step runs eagerly, and is tried again: %s", error)
+            log.info("this step runs eagerly, and the next call tries to capture it again: %s", error)
         except Exception as error:
             entry.failed = True
             self._failed += 1
@@ -311,7 +311,7 @@ class Programs(Generic[P]):
         self.check_seconds += program.check_seconds
         self._count_waste(entry)
         self._failed = self._unsettled = 0
-        self._take_state_again(entry)
+        self._update_key(entry)
         check = f", {program.check_seconds:.1f} s of them to check it" if program.check_seconds else ""
         place = f"program {len(self)} of at most {self.max_programs}"
         log.info("captured %s in %.1f s%s (%s)", entry.label, seconds, check, place)
@@ -322,8 +322,8 @@ class Programs(Generic[P]):
             wasted = before.uses == 1 and before.key.state != entry.key.state
             self._wasted = self._wasted + 1 if wasted else 0
 
-    def _take_state_again(self, entry: Entry[P]) -> None:
-        """Attributes that the step overwrites without reading them count no more since the capture."""
+    def _update_key(self, entry: Entry[P]) -> None:
+        """Takes the state after the capture, without attributes that the step overwrites and does not read."""
         key = entry.key._replace(state=self.signature.state())
         if key != entry.key and not set(key.state.items) >= set(entry.key.state.items):
             del self._entries[entry.key]
@@ -333,7 +333,7 @@ class Programs(Generic[P]):
             self._entries[key] = entry
 
     def refuse(self, error: Exception, subject: str = "capture") -> None:
-        """Once for each subject: makes a warning due, which `eagerly` gives; raises if programs are required."""
+        """Keeps the reason why a step runs eagerly for `eagerly` to warn of, once per subject; raises if required."""
         if isinstance(error, CaptureError):
             reason = error
         else:

@@ -136,8 +136,8 @@ def seed_draws(graph: Graph) -> bool:
     unknown = sorted({str(node.target) for node in drawn if node.target not in _DRAWN})
     if unknown:
         raise CaptureError(
-            f"the step draws random numbers by {', '.join(unknown)}, which has no form that repeats them; draw them "
-            "outside of the model and the loss, and pass them in x or y"
+            f"the step draws random numbers by {', '.join(unknown)}, which a captured program cannot compute from a "
+            "seed; draw them outside of the model and the loss, and pass them in x or y"
         )
     seeded = [*drawn, *(node for node in graph.nodes if node.target in _SEED_OF)]
     for i, node in enumerate(seeded):

@@ -72,18 +72,18 @@ class Signature:
 
     def state(self) -> State:
         """The state of the model, the loss and PyTorch's switches: the same object while nothing changes."""
-        for i, (found, state) in enumerate(self._recent):
-            if found.hold():
+        for i, (dependencies, state) in enumerate(self._recent):
+            if dependencies.hold():
                 if i:
                     self._recent.insert(0, self._recent.pop(i))
                 return state
-        found, state = self._described()
-        self._recent = [(found, state), *self._recent[: RECENT - 1]]
+        dependencies, state = self._described()
+        self._recent = [(dependencies, state), *self._recent[: RECENT - 1]]
         return state
 
     def _described(self) -> tuple[Dependencies, State]:
-        found = Dependencies(self._roots, self._ignored)
-        return found, State({"flags": found.flags, **found.items})
+        dependencies = Dependencies(self._roots, self._ignored)
+        return dependencies, State({"flags": dependencies.flags, **dependencies.items})
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
@@ -91,12 +91,18 @@ class Signature:
 
         A module may keep a tensor in an attribute, if the step does not read what was there before (see `settle`).
         """
-        found, before = self._described()
+        dependencies, before = self._described()
         yield
         _, after = self._described()
         for path, old, new in before.changes(after):
-            if isinstance(new, TensorItem) and path in found.attributes and (isinstance(old, TensorItem) or _none(old)):
-                self._overwritten.append((path, found.attributes[path], old if isinstance(old, TensorItem) else None))
+            if (
+                isinstance(new, TensorItem)
+                and path in dependencies.attributes
+                and (isinstance(old, TensorItem) or _none(old))
+            ):
+                self._overwritten.append(
+                    (path, dependencies.attributes[path], old if isinstance(old, TensorItem) else None)
+                )
             else:
                 raise UnsettledError(
                     f"the step itself changes {path} (from {in_words(old)} to {in_words(new)}), which a captured "
@@ -123,11 +129,11 @@ class Signature:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Puts attributes of the model and the loss back: tracing a step runs its Python code."""
-        found = Dependencies(self._roots, {})
+        dependencies = Dependencies(self._roots, {})
         try:
             yield
         finally:
-            found.restore()
+            dependencies.restore()
 
 
 def _none(item: Any) -> bool:

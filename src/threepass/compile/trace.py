@@ -1,4 +1,4 @@
-"""A step as one graph: `trace` runs the engine once under `make_fx`, which writes down every ATen operation.
+"""A step as one graph: `trace` runs the engine once under `make_fx`, which records every ATen operation.
 
 The three passes become a straight, first-order program without autograd. Views that autograd made for itself (detach,
 alias) and results without readers are dropped, and the tensors that the program refers to (parameters, buffers) become

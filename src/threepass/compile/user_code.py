@@ -1,8 +1,8 @@
-"""Running the user's code in a trace: what it is told, what it may not do, and which line of it is the reason.
+"""The user's code in a trace: reads of tensor contents are refused, and errors name the line of the user's code.
 
 A trace runs the model once and keeps the torch operations. What Python decides from the contents of a tensor (a branch,
 a loop, a number from `.item()`, the shape of `x[mask]`) would stay as it was in that one run, so it is refused. Code
-that reads contents only to save work or to check its arguments leaves that out when it is told that it is compiled.
+that reads contents only to save work or to check its arguments skips that if `torch.compiler.is_compiling()` is true.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from .._torch_compat import TorchDispatchMode, local_scalar_dense, nested_from_mask, tree_leaves, unsafe_index
 from ..errors import CaptureError
 from ..rules.table import name_of
-from ..tape.intercept import told_it_is_compiled
+from ..tape.intercept import reporting_compilation
 
 _KEEP = "use torch.where instead of a branch and tensor indices instead of .item()"
 _SHAPE = "use torch.where, masked_fill or a product with the mask instead of indexing by it"
@@ -85,12 +85,12 @@ def _has_unknown_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 @contextlib.contextmanager
 def in_trace() -> Iterator[None]:
-    """Around the code that is traced: it is told so, contents of tensors are not read, and errors name its line.
+    """Around the code that is traced: `is_compiling()` is true, reading tensors is refused, errors name its line.
 
     An error with a line of the user's in its traceback becomes a `CaptureError`; others stay as they are.
     """
     try:
-        with told_it_is_compiled(), _Functions(), _Operations():
+        with reporting_compilation(), _Functions(), _Operations():
             yield
     except torch.OutOfMemoryError:
         raise

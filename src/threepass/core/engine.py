@@ -139,7 +139,8 @@ def run(
     if weights is not None:
         seed = torch.zeros((), dtype=torch.int32, device=weights[0].device) if seed is None else seed_op(seed)
     x = dict(x) if isinstance(x, Mapping) else x
-    step = _Step(model, loss_fn, x, y, options, third and options.has_third_term, warn, weights, seed)
+    task = Task(model, loss_fn, x, y)
+    step = _Step(task, options, third and options.has_third_term, warn, weights, seed)
     with without_garbage_collection():
         try:
             return _three_passes(step, module_paths=False, blocks=_has_blocks(step))
@@ -149,13 +150,19 @@ def run(
             return _three_passes(step, module_paths=True, blocks=False)
 
 
+class Task(NamedTuple):
+    """What the passes differentiate: loss_fn(model(x), y), or for `gradient_step` loss_fn(model(x), g, y)."""
+
+    model: nn.Module
+    loss_fn: Callable[..., Tensor]
+    x: Any
+    y: Any
+
+
 class _Step(NamedTuple):
     """The arguments of `run`; third: whether there is a third pass."""
 
-    model: nn.Module
-    loss_fn: Callable[[Any, Any], Tensor]
-    x: Any
-    y: Any
+    task: Task
     options: Options
     third: bool
     warn: bool
@@ -165,19 +172,20 @@ class _Step(NamedTuple):
 
 def _has_blocks(step: _Step) -> bool:
     """Whether checkpointed blocks are recorded as one operation each."""
-    return not step.options.exact and not is_traced() and not is_fully_sharded(step.model)
+    return not step.options.exact and not is_traced() and not is_fully_sharded(step.task.model)
 
 
 def _three_passes(step: _Step, module_paths: bool, blocks: bool) -> Result:
-    model, options = step.model, step.options
+    model, options = step.task.model, step.options
     parameters = check_model(model)
-    samples = check_x(step.x, options)
-    step = step._replace(x=without_other_leaves(step.x, options.wrt, parameters))
+    samples = check_x(step.task.x, options)
+    inputs = without_other_leaves(step.task.x, options.wrt, parameters)
+    step = step._replace(task=step.task._replace(x=inputs))
     with autograd_enabled(), unchanged_on_error(model):
         # Pass 1: l = loss(w(x), y). The tape records every operation that depends on the input. The options and the
         # tape then decide how the gradients of passes 2 and 3 are combined.
         tape = Record(next(iter(parameters.values())).device.type, module_paths, blocks)
-        output, loss = forward(model, step.loss_fn, step.x, step.y, tape, options)
+        output, loss = forward(step.task, tape, options)
         tape.prune(to_loss=options.exact and step.third)
         plan = make_plan(tape, options, samples, step.third, step.weights)
 
@@ -217,11 +225,11 @@ def _three_passes(step: _Step, module_paths: bool, blocks: bool) -> Result:
 
 
 def forward(
-    model, loss_fn, x: Any, y: Any, tape: Record, options: InputOptions, check: Callable[[Any], None] = check_loss
+    task: Task, tape: Record, options: InputOptions, check: Callable[[Any], None] = check_loss
 ) -> tuple[Any, Tensor]:
     """Pass 1: the model and the loss, once, as the user wrote them."""
-    input_at = options.input_at
-    x, y = map_leaves(_usable, x), map_leaves(_usable, y)
+    model, input_at = task.model, options.input_at
+    x, y = map_leaves(_usable, task.x), map_leaves(_usable, task.y)
     with contextlib.ExitStack() as stack:
         if tape.module_paths:
             stack.enter_context(tracking_module_paths(model, tape))
@@ -234,10 +242,10 @@ def forward(
         stack.enter_context(intercepting_functions())
         stack.enter_context(tape)
         output = model(*x) if isinstance(x, tuple) else model(**x) if isinstance(x, Mapping) else model(x)
-        loss = loss_fn(output, y)
+        loss = task.loss_fn(output, y)
     if not tape.inputs:
-        where = "no embedding" if input_at is None else f"input_at={input_at!r}: that module did not"
-        raise ValueError(f"{where} run, so there is no input to differentiate with respect to")
+        where = "no embedding" if input_at is None else f"the module that input_at={input_at!r} names never"
+        raise ValueError(f"{where} ran, so there is no input to differentiate with respect to")
     check(loss)
     if tape.is_active(loss):
         tape.check_recorded("loss_fn", loss)
@@ -268,10 +276,10 @@ def _errors(tape: Record, plan: Plan, u: Tensor, d: Tensor) -> tuple[list[Tensor
     dx = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=False)]
     errors = {}
     for op in ops:
-        found = [op.error_at_output(next(grads)) for _ in op.error_edges]
-        errors[op] = Errors(found, [next(grads) for _ in op.leaves])
+        of_outputs = [op.error_at_output(next(grads)) for _ in op.error_edges]
+        errors[op] = Errors(of_outputs, [next(grads) for _ in op.leaves])
         for i, changed in op.hooked_errors.items() if not op.leaves else ():
-            found[i] = changed
+            of_outputs[i] = changed
     return dx, errors
 
 
@@ -391,7 +399,7 @@ def _input_loss(
         total = squares[0] if len(squares) == 1 else torch.stack(squares).sum()
         return total * (0.5 * batch**2 / samples), None
     per_sample = [g * (batch / plan.error_scale) for g in wide]
-    return evaluate(penalty, per_sample, samples, partial(like_x, step.x, step.options, tape))
+    return evaluate(penalty, per_sample, samples, partial(like_x, step.task.x, step.options, tape))
 
 
 def _input_grad(dx: list[Tensor], plan: Plan, step: _Step, tape: Record) -> Any:
@@ -400,7 +408,7 @@ def _input_grad(dx: list[Tensor], plan: Plan, step: _Step, tape: Record) -> Any:
     scale = plan.error_scale if ranks == 1 else plan.error_scale * ranks  # of all ranks' loss, not of this rank's
     if isinstance(scale, Tensor) or scale != 1:
         dx = [g / scale for g in dx]
-    return like_x(step.x, step.options, tape, dx)
+    return like_x(step.task.x, step.options, tape, dx)
 
 
 def like_x(x: Any, options: InputOptions, tape: Record, tensors: list[Tensor]) -> Any:

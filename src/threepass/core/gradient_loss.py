@@ -32,7 +32,7 @@ from ..rules.generic import nodes_of
 from ..tape.record import Record
 from ..tape.signals import ActivationMeta
 from ..tape.state import autograd_enabled, unchanged_on_error
-from .engine import backward, check_hooks, forward, forward_again, like_x
+from .engine import Task, backward, check_hooks, forward, forward_again, like_x
 from .exact import backward_again
 from .gradients import Gradients
 from .options import check_input_options, check_loss, check_model, check_tensors
@@ -151,22 +151,24 @@ def run(
     parameters' own formats.
     """
     seed = None if seed is None else seed_op(seed)
+    task = Task(model, loss_fn, dict(x) if isinstance(x, Mapping) else x, y)
     try:
-        return _passes(model, loss_fn, x, y, options, warn, seed, module_paths=False)
+        return _passes(task, options, warn, seed, module_paths=False)
     except UnsupportedError:  # fails again, and says in which modules
-        return _passes(model, loss_fn, x, y, options, warn, seed, module_paths=True)
+        return _passes(task, options, warn, seed, module_paths=True)
 
 
-def _passes(model, loss_fn, x, y, options: GradientOptions, warn: bool, seed, module_paths: bool) -> GradientResult:
+def _passes(task: Task, options: GradientOptions, warn: bool, seed, module_paths: bool) -> GradientResult:
+    model = task.model
     parameters = check_model(model)
-    x = dict(x) if isinstance(x, Mapping) else x
-    check_tensors(x, options.wrt)
-    x = without_other_leaves(x, options.wrt, parameters)
+    check_tensors(task.x, options.wrt)
+    x = without_other_leaves(task.x, options.wrt, parameters)
     with autograd_enabled(), unchanged_on_error(model):
         # Pass 1: forward, to the value.
         tape = Record(next(iter(parameters.values())).device.type, module_paths)
         value_fn = options.value_fn or _summed
-        output, value = forward(model, lambda out, _: value_fn(out), x, y, tape, options, _check_value)
+        of_value = task._replace(loss_fn=lambda out, _: value_fn(out), x=x)
+        output, value = forward(of_value, tape, options, _check_value)
         samplewise = options.value_fn is None and not options.separate and is_samplewise(tape, output)
         tape.prune(to_loss=True)
         plan = joint_plan(tape, compiled=seed is not None)
@@ -176,7 +178,7 @@ def _passes(model, loss_fn, x, y, options: GradientOptions, warn: bool, seed, mo
         check_hooks(tape, "remove the hook")
 
         # The loss, and what passes 3 and 4 start from.
-        loss = differentiate(model, loss_fn, output, g, partial(like_x, x, options, tape), y, tape)
+        loss = differentiate(task, output, g, partial(like_x, x, options, tape), tape)
         size = loss.scale_down(tape) if tape.half else 1.0
 
         # Pass 3: forward again, from t_0. Pass 4: backward again, from e.
@@ -242,13 +244,7 @@ class DifferentiatedLoss:
 
 
 def differentiate(
-    model: nn.Module,
-    loss_fn: Callable[[Any, Any, Any], Tensor],
-    output: Any,
-    g: Sequence[Tensor],
-    structure: Callable[[list[Tensor]], Any],
-    y: Any,
-    tape: Record,
+    task: Task, output: Any, g: Sequence[Tensor], structure: Callable[[list[Tensor]], Any], tape: Record
 ) -> DifferentiatedLoss:
     """loss_fn(output, g, y) with its derivatives at the output, at g, and at parameters that it reads itself."""
     outputs: list[tuple[Tensor, Tensor]] = []
@@ -262,7 +258,7 @@ def differentiate(
     given, at = tree_map(leaf_of, output), [z.detach().requires_grad_() for z in g]
     own = [*(leaf for _, leaf in outputs), *at]
     with _SecondOrderOnly(own):
-        loss = loss_fn(given, structure(at), y)
+        loss = task.loss_fn(given, structure(at), task.y)
     check_loss(loss, "any scalar of the output and of g")
     leaves = [] if loss.grad_fn is None else list(leaves_of(loss))
     if not any(leaf is z for leaf in leaves for z in own):
@@ -271,10 +267,10 @@ def differentiate(
         )
     if any(leaf is z for leaf in leaves for _, z, _ in tape.inputs):
         raise TypeError(
-            f"the model returned a {type(output).__name__}, whose tensors are not found: return a tensor, or a tuple, "
-            "list or dict of tensors, or register the class with torch.utils._pytree"
+            f"the model returned a {type(output).__name__}, whose tensors cannot be found: return a tensor, or a "
+            "tuple, list or dict of tensors, or register the class with torch.utils._pytree"
         )
-    named = {id(p) for p in model.parameters()}
+    named = {id(p) for p in task.model.parameters()}
     parameters = [leaf for leaf in leaves if id(leaf) in named]
     slopes = torch.autograd.grad(loss, [*own, *parameters], allow_unused=True)
     e, direct = slopes[: len(outputs)], slopes[len(own) :]
@@ -334,7 +330,7 @@ def _check_value(value: Any) -> None:
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
         found = f"a tensor of {value.dtype}, shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
         raise ValueError(
-            f"value_fn must return a floating-point scalar, whose gradient g is, got {found}: sum over the samples, as "
+            f"value_fn must return a floating-point scalar (g is its gradient), got {found}: sum over the samples, as "
             "in value_fn=lambda output: output.sum()"
         )
 

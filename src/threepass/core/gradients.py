@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._torch_compat import foreach_add, foreach_mul, is_traced
 from ..numerics.packed import together
-from ..numerics.precision import accumulate_dtype, as_dtype, kept_op, mix_op, round_op
+from ..numerics.precision import accumulate_dtype, as_dtype, materialized_op, mix_op, round_op
 from ..rules.table import Linearization
 from ..tape.operation import Operation
 from .plan import MixForm, Operand, Plan, Scale
@@ -111,7 +111,9 @@ class Gradients:
     def _mix_at_weight(self, a: Tensor | None, t: Tensor | None) -> Tensor:
         assert a is not None  # a tangent of the signal comes with the signal
         assert t is not None
-        return mix_op(a, t, self._kept_ratio, self.seed) if self.plan.mix_form is MixForm.RELATIVE else self.mix(a, t)
+        if self.plan.mix_form is MixForm.RELATIVE:
+            return mix_op(a, t, self._materialized_ratio, self.seed)
+        return self.mix(a, t)
 
     @cached_property
     def _ratio(self) -> Scale:
@@ -119,9 +121,9 @@ class Gradients:
         return (self.plan.third * self.third_scale) / (self.plan.back * self._error_scale)
 
     @cached_property
-    def _kept_ratio(self) -> Tensor:
+    def _materialized_ratio(self) -> Tensor:
         assert isinstance(self._ratio, Tensor)
-        return kept_op(self._ratio)
+        return materialized_op(self._ratio)
 
     @property
     def _error_scale(self) -> float:

@@ -12,7 +12,7 @@ from ..errors import AccumulationWarning, BatchDimensionWarning, LossReductionWa
 from ..tape.state import random_state, set_random_state
 from .warn import warn_once
 
-FAR = -1e4  # what additive masks put where nothing is to be seen
+FAR = -1e4  # additive masks have this value or less at masked positions
 SEQUENCES = (nn.RNNBase, nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder)
 PER_STEP = (nn.Linear, nn.Embedding, nn.Dropout, nn.LayerNorm)  # layers that keep dimensions 0 and 1 as they are
 
@@ -132,8 +132,8 @@ def warn_of_masks(model: nn.Module, x: Any) -> None:
         warn_once(
             model,
             f"x[{masks[0]!r}] is a floating-point mask, and floating-point entries of x count as the input, so that "
-            "the third pass is about the mask. Convert it to bool or integers, or name the input: an entry of x, as in "
-            'wrt="features", or the module whose output it is, as in input_at="embeddings"',
+            "gradients are taken with respect to the mask. Convert it to bool or integers, or name the input: an entry "
+            'of x, as in wrt="features", or the module whose output it is, as in input_at="embeddings"',
             MaskWarning,
         )
 
@@ -156,8 +156,8 @@ def warn_of_samples_along_dimension_1(model: nn.Module, x: Any, y: Any) -> None:
         warn_once(
             model,
             f"x has shape {tuple(first.shape)}, and its {samples} samples seem to lie along dimension 1. They are "
-            f"counted along dimension 0, so that strength and the input loss count {length / samples:.3g} times. Pass "
-            "x with samples first: use batch_first=True, or transpose x in the model's forward",
+            f"counted along dimension 0, so that strength and the input loss are {length / samples:.3g} times as "
+            "large. Pass x with samples first: use batch_first=True, or transpose x in the model's forward",
             BatchDimensionWarning,
         )
 

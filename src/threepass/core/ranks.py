@@ -23,9 +23,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from .carried import Carried
 from .deepspeed import check_engine, count_engine_ranks, hooks_moved, is_engine
+from .precomputed_loss import PrecomputedLoss
 from .sharded import count_shards, is_fully_sharded, loss_through_shards, sharded_modules
+
+Passes = Callable[[nn.Module, Any], PrecomputedLoss]  # of a module and x
 
 
 def count_ranks(model: nn.Module, process_group: Any = None) -> int:
@@ -44,7 +46,9 @@ def count_ranks(model: nn.Module, process_group: Any = None) -> int:
         )
     size = sizes.pop() if sizes else dist.get_world_size(process_group)
     if size < 1:
-        raise ValueError("this process is not a member of process_group, so that its gradients are averaged with none")
+        raise ValueError(
+            "this process is not a member of process_group, so its gradients are averaged with those of no other"
+        )
     return size
 
 
@@ -86,8 +90,8 @@ def _check_recorded(ddp: DistributedDataParallel) -> None:
     for option in ("find_unused_parameters", "static_graph"):
         if getattr(ddp, option):
             raise NotImplementedError(
-                f"DistributedDataParallel({option}=True) is supported by ThreePass where it wraps the whole model; "
-                "three_pass, and models that have it inside, need it without that option (or pass its .module)"
+                f"DistributedDataParallel({option}=True) is supported only where it wraps the whole model of a "
+                "ThreePass: for three_pass, or around a part of the model, leave that option out, or pass its .module"
             )
 
 
@@ -101,14 +105,14 @@ def reduces_gradients(model: nn.Module) -> bool:
     return is_wrapper(model) or is_fully_sharded(model)
 
 
-def loss_through(model: nn.Module, x: Any, passes: Callable[[nn.Module, Any], Carried]) -> Tensor:
+def loss_through(model: nn.Module, x: Any, passes: Passes) -> Tensor:
     """Runs `passes(module, x)` of a model that `reduces_gradients`; the loss, whose backward pass reduces them."""
     if is_wrapper(model):
         return _loss_through_wrapper(model, x, passes)
     return loss_through_shards(model, x, passes)
 
 
-def _loss_through_wrapper(wrapper: nn.Module, x: Any, passes: Callable[[nn.Module, Any], Carried]) -> Tensor:
+def _loss_through_wrapper(wrapper: nn.Module, x: Any, passes: Passes) -> Tensor:
     """Runs `passes(module, x)` in place of the wrapped module's forward, and returns the loss with their gradients.
 
     DistributedDataParallel finds out in its forward which parameters are used, and averages gradients when a backward

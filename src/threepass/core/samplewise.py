@@ -31,7 +31,7 @@ RESAMPLINGS = {"upsample_bilinear2d", "upsample_nearest2d"}
 
 
 def is_samplewise(tape: Record, output: Any) -> bool:
-    """Whether a tape that ends with output.sum() is piecewise linear, and treats samples along dimension 0 alone."""
+    """Whether a tape that ends with output.sum() is piecewise linear, and treats each sample on its own."""
     if not isinstance(output, Tensor) or output.dim() == 0 or tape.half or tape.problems:
         return False
     *operations, _ = tape.operations

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_compat import fsdp_groups, fsdp_initialize, fsdp_register_backward, fsdp_state, without_fsdp_backward
-from .carried import Carried
+from .precomputed_loss import PrecomputedLoss
 
 
 def is_fully_sharded(model: nn.Module) -> bool:
@@ -36,7 +36,7 @@ def count_shards(model: nn.Module) -> set[int]:
     return {group.mesh_info.mesh.size() for m in sharded_modules(model) for group in fsdp_groups(fsdp_state(m))}
 
 
-def loss_through_shards(model: nn.Module, x: Any, passes: Callable[[nn.Module, Any], Carried]) -> Tensor:
+def loss_through_shards(model: nn.Module, x: Any, passes: Callable[[nn.Module, Any], PrecomputedLoss]) -> Tensor:
     """Runs `passes(model, x)` on gathered parameters, and returns the loss with their gradients."""
     root = fsdp_state(model)
     fsdp_initialize(root)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.engine import forward, run
+from ..core.engine import Task, forward, run
 from ..core.options import Options, check_model, check_x
 from ..core.warn import curved_norms
 from ..tape.operation import Operation
@@ -147,7 +147,7 @@ def _curved(model, loss_fn, x, y, input_at: str | None) -> tuple[tuple[str, ...]
 
     with autograd_enabled(), unchanged_on_error(model, always=True):
         tape = Record(next(model.parameters()).device.type, module_paths=True)
-        forward(model, loss, x, y, tape, options)
+        forward(Task(model, loss, x, y), tape, options)
     names = {op.name.removesuffix("_") for op in of_model}
     return tuple(curved_norms(of_model)), tuple(sorted(names & {*SMOOTH}))
 

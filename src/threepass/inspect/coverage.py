@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_compat import tree_leaves
-from ..core.engine import backward, forward, forward_again
+from ..core.engine import Task, backward, forward, forward_again
 from ..core.gradients import Gradients
 from ..core.options import Options, check_model, check_x
 from ..core.plan import make_plan
@@ -70,7 +70,7 @@ def coverage(model: nn.Module, x: Any, input_at: str | None = None) -> Coverage:
     with autograd_enabled(), unchanged_on_error(model, always=True):
         tape = Record(next(model.parameters()).device.type, module_paths=True)
         try:
-            _, loss = forward(model, _some_loss, x, None, tape, options)
+            _, loss = forward(Task(model, _some_loss, x, None), tape, options)
         except UnsupportedError:
             return Coverage(_rows(model, tape, list(tape.operations)), tuple(dict.fromkeys(tape.problems)))
         operations = list(tape.operations)

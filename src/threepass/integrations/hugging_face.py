@@ -48,7 +48,7 @@ class ThreePassTrainer(Trainer):
             raise ValueError("compute_loss_func and label_smoothing_factor are not supported: pass loss_fn instead")
         unknown = {"scaler", "process_group", "batch_size"} & set(self.three_pass)
         if unknown:
-            raise ValueError(f"the Trainer knows {', '.join(sorted(unknown))} itself: leave it out of three_pass")
+            raise ValueError(f"the Trainer sets {', '.join(sorted(unknown))} itself: leave it out of three_pass")
         self.model_accepts_loss_kwargs = False  # each loss is a mean over its micro-batch, and the Trainer divides
 
     def compute_loss(

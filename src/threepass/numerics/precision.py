@@ -49,13 +49,13 @@ def as_dtype(z: Tensor, dtype: torch.dtype) -> Tensor:
     return z if z.dtype == dtype else z.to(dtype)
 
 
-def kept(z: Tensor) -> Tensor:
-    """A number in memory: a compiler that saw how it is made would make it once more for every element."""
+def materialized(z: Tensor) -> Tensor:
+    """z in memory: a compiler that saw how z is computed would recompute it for every element that reads it."""
     return z.clone()
 
 
-kept_op = torch.library.custom_op("threepass::kept", kept, mutates_args=())
-kept_op.register_fake(torch.empty_like)
+materialized_op = torch.library.custom_op("threepass::materialized", materialized, mutates_args=())
+materialized_op.register_fake(torch.empty_like)
 
 
 def mix_of(a: Tensor, t: Tensor, ratio: Tensor, seed: Tensor) -> Tensor:

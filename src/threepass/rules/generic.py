@@ -24,7 +24,7 @@ from .._torch_compat import has_dispatch_modes
 from ..errors import CaptureError
 from ..numerics.precision import as_dtype
 from .linearity import commutes_with_tangent, is_affine
-from .table import has_symbolic_shape, is_users, key_of
+from .table import has_symbolic_shape, is_user_defined, key_of
 
 _no_forward_ad: set[Any] = set()
 _no_forward_ad_of_users: weakref.WeakSet[type] = weakref.WeakSet()  # a forward may define functions anew in each call
@@ -100,7 +100,7 @@ def _prepare_symbolic(op, values: list[Any], tangents: dict[int, Tensor]) -> Non
     copy a tangent of another layout.
     """
     if op.func in (torch.as_strided, Tensor.as_strided):
-        raise CaptureError("as_strided reads memory by addresses, which a copy of its argument does not have")
+        raise CaptureError("as_strided depends on its argument's memory layout, which dynamic shapes do not keep")
     for i, z in enumerate(values):
         if isinstance(z, Tensor) and (z.is_floating_point() or z.is_complex()):
             values[i] = z.detach().clone()
@@ -117,8 +117,8 @@ def _double_backward_push(op, t: Signal) -> Signal:
         if phi is not None:
             _refuse_error_nodes(phi)
             tangents = list(torch.autograd.grad(phi, d, allow_unused=True))
-    if is_users(op.func) and any(s is None for s in tangents):
-        raise RuntimeError("its backward hides from autograd how it depends on the incoming error (a detach?)")
+    if is_user_defined(op.func) and any(s is None for s in tangents):
+        raise RuntimeError("autograd does not see how its backward depends on the incoming gradient (is it detached?)")
     return [torch.zeros_like(z) if s is None else s for z, s in zip(u, tangents, strict=True)]
 
 
@@ -149,7 +149,7 @@ def derive(op, d: Signal, t: Signal | None, r: Signal | None = None, *, curvatur
                 seeds.append(s.to(z.dtype))
         wanted = [*p, *a] if curvature else p
         third = torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if roots and wanted else nothing
-    if is_users(op.func) and t is not None and outs:
+    if is_user_defined(op.func) and t is not None and outs:
         _refuse_hidden_weights(op, d, [i for (i, _), g in zip(op.weights, third, strict=False) if g is None])
     return backprop[: len(p)], list(third[: len(p)]), list(third[len(p) : len(p) + len(a)])
 
@@ -183,7 +183,8 @@ def _refuse_hidden_weights(op, d: Signal, without: list[int]) -> None:
         for e, f in zip(before, _errors(op, d, moved), strict=True):
             if e is not None and f is not None and (e - f).abs().max() > 0.01 * step * e.abs().max():
                 raise RuntimeError(
-                    "its backward depends on a weight where autograd cannot see it (once_differentiable, a detach?)"
+                    "its backward depends on a weight, and autograd does not see it (is it marked "
+                    "once_differentiable, or the weight detached?)"
                 )
 
 

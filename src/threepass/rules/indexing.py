@@ -1,4 +1,4 @@
-"""Gathers and scatters: linear in the tensors that they move, so that a signal takes the way of the values.
+"""Gathers and scatters: linear in the tensors that they move, so that tangents are moved as values are.
 
 gather   u = a[index]                       pull adds what was read several times
 scatter  u = a + sum of source at index     pull reads where the sum was added

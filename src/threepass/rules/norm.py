@@ -3,9 +3,9 @@
 The Jacobian of x̂, J = (I - 11ᵀ/N - x̂x̂ᵀ/N) / std, is symmetric, so one formula is the tangent of x̂ and the error of a:
 t̂ = J t and d_a = J (w d). Its own derivative is what exact mode needs. `kernels/norm.py` has the formulas.
 
-In batch norm w is constant over a group, so d_a = w J d, and pass 3's gradient of the scale can be had at the input:
-sum(d t̂) = dᵀ J t = sum(d_a t) / w. d_a is then the only error to keep, and usually it is also that of the convolution
-before; pass 2's gradients of scale and shift are sums that batch norm's own backward takes anyway.
+In batch norm w is constant over a group, so d_a = w J d, and pass 3's gradient of the scale follows from the error of
+the input: sum(d t̂) = dᵀ J t = sum(d_a t) / w. d_a is then the only error to keep, and usually it is also that of the
+convolution upstream; pass 2's gradients of scale and shift are sums that batch norm's own backward computes anyway.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ def _ones(a: Tensor, running_mean: Tensor | None) -> Tensor:
 
 
 def _at_input(a: Tensor, weight: Tensor | None, training: bool) -> bool:
-    """Whether J d can be had from d_a = w J d: float16 has no number tiny enough to stand for a scale of zero."""
+    """Whether J d is computed as d_a / w from d_a = w J d: in float16, the tiny scale used for zero would underflow."""
     return training and torch.float16 not in (a.dtype, a.dtype if weight is None else weight.dtype)
 
 

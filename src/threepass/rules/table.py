@@ -187,7 +187,7 @@ def has_symbolic_shape(z: Tensor) -> bool:
     return any(isinstance(size, torch.SymInt) for size in z.shape)
 
 
-def is_users(func: Any) -> bool:
+def is_user_defined(func: Any) -> bool:
     """Whether an operation is user-defined: an `autograd.Function` or a custom op."""
     key = key_of(func)
     return isinstance(key, type) or (isinstance(key, OpOverloadPacket) and not str(key).startswith("aten."))

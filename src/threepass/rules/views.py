@@ -1,4 +1,4 @@
-"""Operations that rearrange, join or sum entries of tensors: linear, so that a signal takes the way of the values."""
+"""Operations that rearrange, join or sum entries of tensors: linear, so that tangents are moved as values are."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .table import Linearization, Signal, rule
 
-MOST = 64  # tensors that a rule joins
+MOST = 64  # tensors that a rule joins at most; longer lists use the generic rule
 
 
 @rule(
@@ -51,10 +51,10 @@ def expand(u: Tensor, a: Tensor, *shape) -> Linearization:
 @rule(Tensor.repeat, flat=True)
 def repeat(u: Tensor, a: Tensor, *counts) -> Linearization:
     shape = [1] * (u.dim() - a.dim()) + list(a.shape)
-    apart = [n for size, whole in zip(shape, u.shape, strict=True) for n in (whole // max(size, 1), size)]
+    split = [n for size, whole in zip(shape, u.shape, strict=True) for n in (whole // max(size, 1), size)]
 
     def pull(r: Tensor) -> Tensor:
-        return r.reshape(apart).sum(list(range(0, len(apart), 2))).reshape(a.shape)
+        return r.reshape(split).sum(list(range(0, len(split), 2))).reshape(a.shape)
 
     return Linearization(push=lambda t: t.repeat(*counts), pull=pull)
 

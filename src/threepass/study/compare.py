@@ -131,16 +131,16 @@ def compare(
     for variant in variants:  # what cannot be trained is refused before anything is
         Trainer(_fresh_model(make_model, data, 0), data, variant.config(config, 0), loss_fn)
     out = Path(out) if resume else fresh(Path(out))
-    described = describe(data, make_model, config, variants, seeds, command, about, sigmas, radii)
-    _begin(out, described, resume)
+    plan = Comparison(data, make_model, config, variants, seeds, loss_fn, sigmas, radii)
+    _begin(out, plan.described() | {"about": about, "command": command}, resume)
     saved = out / "compare.json"
     print(f"# common settings, saved in {saved}\n{as_toml(config.to_dict())}", file=sys.stderr, flush=True)
     for seed in range(seeds):
         for variant in variants:
             folder = out / variant.folder / f"seed-{seed}"
             if not (folder / "result.json").exists():
-                found = _train(data, make_model, config, variant, seed, folder, loss_fn, sigmas, radii)
-                say(f"seed {seed}  {variant.name:<24} {_in_words(found)}")
+                result = _train(plan, variant, seed, folder)
+                say(f"seed {seed}  {variant.name:<24} {_in_words(result)}")
     if not (out / "examples.safetensors").exists():
         _keep_examples(data, make_model, variants, out)
     described = json.loads((out / "compare.json").read_text())
@@ -182,43 +182,45 @@ def digits_net() -> nn.Sequential:
     return nn.Sequential(*(m for layer in convolutions for m in (layer, nn.ReLU())), nn.Flatten(), nn.Linear(512, 10))
 
 
-def describe(
-    data: DataSet,
-    make_model: Callable[[], nn.Module],
-    config: Config,
-    variants: Sequence[Variant],
-    seeds: int,
-    command: str | None,
-    about: str,
-    sigmas: Sequence[float],
-    radii: Sequence[float],
-) -> dict[str, Any]:
-    """What compare.json holds, but for the cost."""
-    with torch.random.fork_rng(devices=[]):
-        model = make_model()
-    device = data.train.x.device
-    baseline = next((v for v in variants if v.is_two_passes), variants[0])
-    return {
-        "format": FORMAT,
-        "about": about,
-        "command": command,
-        "data": {"name": data.name, "train": len(data.train), "val": len(data.val),
-                 "shape": list(data.train.x.shape[1:]), "classes": list(data.classes)},
-        "model": {"layers": str(model), "parameters": sum(p.numel() for p in model.parameters())},
-        "config": config.to_dict(),
-        "variants": [{"name": v.name, "folder": v.folder, "settings": v.settings} for v in variants],
-        "baseline": baseline.name,
-        "seeds": seeds,
-        "sigmas": list(sigmas),
-        "radii": list(radii),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "threepass": code_version()},
-        "machine": {
-            "system": f"{platform.system()} {platform.machine()}",
-            "processors": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        },
-    }  # fmt: skip
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` trains and measures; its arguments of the same names."""
+
+    data: DataSet
+    make_model: Callable[[], nn.Module]
+    config: Config
+    variants: Sequence[Variant]
+    seeds: int
+    loss_fn: LossFn | None
+    sigmas: Sequence[float]
+    radii: Sequence[float]
+
+    def described(self) -> dict[str, Any]:
+        """What compare.json has of it, with the versions and the machine."""
+        data = self.data
+        with torch.random.fork_rng(devices=[]):
+            model = self.make_model()
+        device = data.train.x.device
+        baseline = next((v for v in self.variants if v.is_two_passes), self.variants[0])
+        return {
+            "format": FORMAT,
+            "data": {"name": data.name, "train": len(data.train), "val": len(data.val),
+                     "shape": list(data.train.x.shape[1:]), "classes": list(data.classes)},
+            "model": {"layers": str(model), "parameters": sum(p.numel() for p in model.parameters())},
+            "config": self.config.to_dict(),
+            "variants": [{"name": v.name, "folder": v.folder, "settings": v.settings} for v in self.variants],
+            "baseline": baseline.name,
+            "seeds": self.seeds,
+            "sigmas": list(self.sigmas),
+            "radii": list(self.radii),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "threepass": code_version()},
+            "machine": {
+                "system": f"{platform.system()} {platform.machine()}",
+                "processors": os.cpu_count(),
+                "threads": torch.get_num_threads(),
+                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            },
+        }  # fmt: skip
 
 
 def cost(
@@ -257,20 +259,10 @@ def write_json(path: Path, content: Any) -> None:
     beside.replace(path)
 
 
-def _train(
-    data: DataSet,
-    make_model: Callable[[], nn.Module],
-    config: Config,
-    variant: Variant,
-    seed: int,
-    folder: Path,
-    loss_fn: LossFn | None,
-    sigmas: Sequence[float],
-    radii: Sequence[float],
-) -> dict[str, Any]:
+def _train(plan: Comparison, variant: Variant, seed: int, folder: Path) -> dict[str, Any]:
     """One run, from its checkpoint if there is one, and its measurements; result.json comes last."""
-    own = variant.config(config, seed)
-    model = _fresh_model(make_model, data, seed)
+    data, loss_fn, own = plan.data, plan.loss_fn, variant.config(plan.config, seed)
+    model = _fresh_model(plan.make_model, data, seed)
     begun = any((folder / name / "state.json").exists() for name in ("checkpoint", "checkpoint.old"))
 
     if not (begun and read(folder).diverged):
@@ -281,10 +273,10 @@ def _train(
         save_file(
             {k: z.detach().cpu().contiguous() for k, z in model.state_dict().items()}, folder / "weights.safetensors"
         )
-        write_json(folder / "robustness.json", robust.robustness(model, data, sigmas, radii))
-        start = _fresh_model(make_model, data, seed)
-        found = {"start": _variances(start, data, own, loss_fn), "end": _variances(model, data, own, loss_fn)}
-        write_json(folder / "variances.json", found)
+        write_json(folder / "robustness.json", robust.robustness(model, data, plan.sigmas, plan.radii))
+        start = _fresh_model(plan.make_model, data, seed)
+        variances = {"start": _variances(start, data, own, loss_fn), "end": _variances(model, data, own, loss_fn)}
+        write_json(folder / "variances.json", variances)
     result = {
         "status": "diverged" if run.diverged else "complete",
         "variant": variant.name,

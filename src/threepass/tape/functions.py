@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..rules.table import IN_C, is_users, name_of
+from ..rules.table import IN_C, is_user_defined, name_of
 from .intercept import python_body
 
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
@@ -32,14 +32,14 @@ class Traits(NamedTuple):
     body         for a torch function that is written in Python, the copy to run in its place (`python_body`)
     writes       by torch's naming conventions it writes to its first argument in place
     is_random    it may draw random numbers, whatever its arguments are; any user-defined operation may
-    is_users     it is user-defined: an `autograd.Function` or a custom op
+    is_user_defined     it is user-defined: an `autograd.Function` or a custom op
     """
 
     is_metadata: bool
     body: Callable[..., Any] | None
     writes: bool
     is_random: bool
-    is_users: bool
+    is_user_defined: bool
 
 
 _known: dict[Any, Traits] = {}
@@ -54,18 +54,18 @@ def traits_of(func: Any) -> Traits:
     """
     traits = _known.get(func)
     if traits is None:
-        traits = _look_at(func)
+        traits = _traits(func)
         if isinstance(func, IN_C) or traits.body is not None:
             _known[func] = traits
     return traits
 
 
-def _look_at(func: Any) -> Traits:
-    name, users = name_of(func), is_users(func)
+def _traits(func: Any) -> Traits:
+    name, users = name_of(func), is_user_defined(func)
     return Traits(
         is_metadata=func in _METADATA,
         body=python_body(func),
         writes=_WRITE.fullmatch(name.rpartition(".")[2]) is not None,
         is_random=users or func in _RECURRENT or name.removesuffix("_") in _RANDOM,
-        is_users=users,
+        is_user_defined=users,
     )

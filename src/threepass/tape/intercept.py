@@ -2,9 +2,10 @@
 
 A `TorchFunctionMode` does not intercept `autograd.Function.apply`, nor calls inside TorchScript functions and inside
 torch functions that are written in Python: `intercepting_functions` and `python_body` change that. Functions of
-`torch.nn.functional`, which most layers call, are not even shown to the mode, because that takes longer than many of
-them do: their own checks whether there is a mode say no. `nn.SyncBatchNorm` calls an `autograd.Function` that can be
-differentiated once, and on GPUs only: its forward is replaced by another.
+`torch.nn.functional` do not call the mode at all, because dispatching to it takes longer than many of them: their
+`has_torch_function` checks are patched to return False, and the mode intercepts the calls inside them.
+`nn.SyncBatchNorm` calls an `autograd.Function` that can be differentiated once, and on GPUs only, so its forward is
+replaced.
 """
 
 import contextlib
@@ -125,7 +126,7 @@ def _intercepted_checkpoint(*arguments, **kwargs):
 
 
 def _is_overridden(check: Callable[..., bool], *args: Any) -> bool:
-    """Whether a function of `torch.nn.functional` has to ask a mode or a subclass, and not run as it is."""
+    """Whether a function of `torch.nn.functional` has to dispatch to a mode or a subclass, other than ours."""
     return check(*args) and not isinstance(innermost_function_mode(), FunctionInterceptor)
 
 
@@ -220,7 +221,7 @@ def _without_checks(func: types.FunctionType) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def told_it_is_compiled() -> Iterator[None]:
+def reporting_compilation() -> Iterator[None]:
     """`torch.compiler.is_compiling()` returns True, and contents of tensors are not validated.
 
     Libraries check it before they read a mask's values. torch checks it where the results of a step do not depend on

@@ -45,6 +45,14 @@ from .state import random_state
 Places = list[tuple[int, Tensor]]  # tensors with their positions among the arguments or the results of a call
 
 
+class Roles(NamedTuple):
+    """The tensors among the arguments of a call, with their positions: all, the active ones, and the weights."""
+
+    tensors: Places
+    active: Places
+    weights: Places
+
+
 class Input(NamedTuple):
     """An input of the net: the tensor as it was given, the leaf for pass 2, and the copy that the model runs on."""
 
@@ -224,22 +232,21 @@ class Record(ActivityTracker):
             finally:
                 self._open_functions.pop()
         values, spec = flatten(args, kwargs)
-        tensors, active, weights = self._roles(values)
-        if active and torch.is_grad_enabled():
+        roles = self._roles(values)
+        if roles.active and torch.is_grad_enabled():
             if func in REPLACED:
                 func, values, spec = REPLACED[func](func, values, spec)
                 traits = traits_of(func)
-                tensors, active, weights = self._roles(values)
-            return self._operation(func, traits, values, spec, tensors, active, weights)
-        if tensors and traits.writes:
-            self._copy_for_readers(tensors[0][1])
+                roles = self._roles(values)
+            return self._operation(func, traits, values, spec, roles)
+        if roles.tensors and traits.writes:
+            self._copy_for_readers(roles.tensors[0][1])
         out = func(*args, **kwargs)
-        if weights or active:
-            self._mark_computed([*tensors_in(out), *(z for _, z in tensors[:1])])
+        if roles.weights or roles.active:
+            self._mark_computed([*tensors_in(out), *(z for _, z in roles.tensors[:1])])
         return out
 
-    def _roles(self, values: list[Any]) -> tuple[Places, Places, Places]:
-        """The tensors among the arguments of a call with their positions: all, the active ones, and the weights."""
+    def _roles(self, values: list[Any]) -> Roles:
         tensors: Places = []
         active: Places = []
         weights: Places = []
@@ -248,10 +255,11 @@ class Record(ActivityTracker):
                 tensors.append((i, z))
                 if z.requires_grad:
                     (weights if z.is_leaf or id(z) in self._computed else active).append((i, z))
-        return tensors, active, weights
+        return Roles(tensors, active, weights)
 
-    def _operation(self, func, traits, values, spec, tensors, active, weights):
+    def _operation(self, func, traits, values, spec, roles: Roles):
         """Runs a call with active arguments, with its weights detached, and records it if its results are active."""
+        tensors, active, weights = roles
         metas = [self._lookup(z) for _, z in active]
         if (
             None in metas
@@ -266,7 +274,7 @@ class Record(ActivityTracker):
         if writes:
             values[0] = self._prepare_write(func, tensors[0][1], recorded, weights)
         rule = self._rule(func, spec, active)
-        may_write = rule is None or traits.writes or traits.is_users  # torch functions that have a rule say so
+        may_write = rule is None or traits.writes or traits.is_user_defined  # torch functions that have a rule say so
         versions = [_version(values[i]) for i, _ in tensors] if may_write else ()
         args, kwargs = unflatten(values, spec)
         autocast = self._autocast()

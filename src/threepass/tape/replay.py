@@ -15,7 +15,8 @@ from .functions import Traits
 from .state import random_state, set_random_state
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
-_NOT_TWICE = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.grid_sampler)  # by cuDNN and oneDNN
+# By cuDNN and oneDNN; PyTorch's own kernels can be differentiated twice.
+_ONCE_DIFFERENTIABLE = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.grid_sampler)
 SILENT_WRITES = {torch.batch_norm: (3, 4), torch.instance_norm: (3, 4)}  # running statistics: no version changes
 
 
@@ -56,7 +57,7 @@ def is_random_node(node: Any) -> bool:
 def has_conditions(func: Callable[..., Any], autocast: tuple[str, bool, torch.dtype], rng: list[Tensor] | None) -> bool:
     """Whether `as_recorded` has anything to do."""
     device, enabled, _ = autocast
-    is_special = func is ATTENTION or func in _NOT_TWICE
+    is_special = func is ATTENTION or func in _ONCE_DIFFERENTIABLE
     return is_special or rng is not None or enabled or torch.is_autocast_enabled(device)
 
 
@@ -76,7 +77,7 @@ def as_recorded(
             stack.enter_context(refusing_random_numbers_in_trace(name_of(func)))
         if func is ATTENTION:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if func in _NOT_TWICE:
+        if func in _ONCE_DIFFERENTIABLE:
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.callback(set_mkldnn_enabled, set_mkldnn_enabled(False))
         yield

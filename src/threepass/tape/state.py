@@ -25,9 +25,9 @@ def autograd_enabled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Puts off Python's cyclic garbage collector, which a tape's many objects would set off several times a step.
+    """Disables Python's cyclic garbage collector, which the many objects of a tape would trigger several times a step.
 
-    They are freed when the step ends, by their reference counts; what the collector counts is then back where it was.
+    Reference counting frees these objects when the step ends, so that they do not add to the collector's counts.
     """
     if not gc.isenabled():
         yield
@@ -44,7 +44,7 @@ def unchanged_on_error(model: nn.Module, always: bool = False) -> Iterator[None]
     """Restores buffers and random state if an exception is raised; `always`: in any case."""
     device = next(itertools.chain(model.parameters(), model.buffers())).device.type
     rng = random_state(device)
-    with no_dispatch_modes():  # not recorded by a tracer, and contents even where that computes without any
+    with no_dispatch_modes():  # not traced, and with real contents in a trace on fake tensors
         buffers = _Buffers(model)
     try:
         yield

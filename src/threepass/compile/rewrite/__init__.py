@@ -1,14 +1,14 @@
-"""Passes over a captured step's graph: what one compiler's view of all three passes makes possible.
+"""Rewrites of a captured step's graph, which has the operations of all three passes.
 
-    products    weight gradients early, alphas and thin products written out
-    mixes       a mix that several weights take, once
-    recompute   signals that passes 2 and 3 recompute, so that they need not be kept
-    gates       pass 3's gates of rectifiers, read off pass 2's errors
-    sums        reductions, each taken once and early
-    fuse_*      kernels of our own where they are faster, in place of the formulas that rules offer (`fusible.py`)
-    strides     independence of the strides that the traced tensors had
+    products    computes weight gradients early; writes out the factors `alpha=` and thin matrix products
+    mixes       computes a mix that several weights use once
+    recompute   activations that passes 2 and 3 recompute, so that they need not be kept in memory
+    gates       pass 3 reads the gates of ReLUs from pass 2's errors
+    sums        computes each reduction once, and early
+    fuse_*      puts in our own kernels where they are faster, in place of the formulas of rules (`kernels/fusible.py`)
+    strides     makes the graph independent of the strides that the traced tensors had
 
-`graph` has what they do to nodes, `neighbours` what they ask of the nodes next to one.
+`graph` has functions that create and replace nodes, `neighbours` those that look at the nodes next to a node.
 """
 
 import torch
@@ -23,21 +23,21 @@ from .gates import mark_gates
 from .graph import write_out_formulas
 from .mixes import open_mixes, share_mixes
 from .products import take_products_early, write_out_alphas, write_out_thin_products
-from .recompute import activate_again, forget, rectify_again
+from .recompute import recompute_activations, recompute_convolutions, recompute_rectified_norms
 from .sums import keep_gated_sums, keep_sums_of_errors
 
 _aten = torch.ops.aten
 
 
 def apply(graph: GraphModule, kernels: bool) -> None:
-    """Alphas, mixes, norms, products, gates, signals, and, with `kernels`, our own kernels where they are faster."""
+    """Applies all rewrites in place; kernels: also those that put in our own kernels."""
     write_out_alphas(graph.graph)
     share_mixes(graph.graph)
-    rectify_again(graph.graph)
-    activate_again(graph.graph)
+    recompute_rectified_norms(graph.graph)
+    recompute_activations(graph.graph)
     take_products_early(graph.graph)
     mark_gates(graph.graph)
-    again = forget(graph.graph)
+    recomputed = recompute_convolutions(graph.graph)
     if kernels:
         write_out_thin_products(graph.graph)
         fuse(graph.graph)
@@ -47,8 +47,8 @@ def apply(graph: GraphModule, kernels: bool) -> None:
         keep_gated_sums(graph.graph)
         fuse_batch_norms(graph.graph)
         write_out_formulas(graph.graph)
-    for node in again:
-        if node.target is _aten.convolution.default:  # `share_sums` would find that it is there already
+    for node in recomputed:
+        if node.target is _aten.convolution.default:  # `share_sums` would merge it with that of pass 1
             node.target = torch.ops.threepass.convolution.default
     keep_sums_of_errors(graph.graph)
     open_mixes(graph.graph)

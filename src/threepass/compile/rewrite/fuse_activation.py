@@ -16,7 +16,7 @@ from ..._torch_compat import to_copy
 from ...kernels import activation
 from ...kernels.activation import KINDS, half_gelu
 from .graph import call, only_reader, put, value_of
-from .neighbours import column_sums, is_made_where_read, widen
+from .neighbours import column_sums, is_fused_into_its_reader, widen
 
 _aten = torch.ops.aten
 _add, _mm, _copy = _aten.add.Tensor, _aten.mm.default, to_copy.default
@@ -41,18 +41,18 @@ def _fuse(graph: Graph, node: Any, kind: str) -> None:
     sums = [n for e in errors for n in column_sums(e)]
     fits = activation.fits(*map(value_of, signals)) and value_of(errors[0]).dtype == value_of(a).dtype
     early = all(z < node for z in signals)
-    if not sums or not early or not fits or any(map(is_made_where_read, signals[1:])):
+    if not sums or not early or not fits or any(map(is_fused_into_its_reader, signals[1:])):
         return
-    again = [] if d is None else _made_again(node, a, KINDS[kind].value)
+    outputs = [] if d is None else _recomputed_outputs(node, a, KINDS[kind].value)
     with graph.inserting_before(node):
-        arguments = (r, a, kind, d, t, bool(again))
+        arguments = (r, a, kind, d, t, bool(outputs))
         whole = call(graph, torch.ops.threepass.activation_error.default, arguments)
         e, total, u = (call(graph, operator.getitem, (whole, i)) for i in range(3))
     for n in sums:
         widen(graph, n, total)
     for n in errors:
         n.replace_all_uses_with(e)
-    for n in again:
+    for n in outputs:
         _move(n, u)
 
 
@@ -68,11 +68,10 @@ def _bend_after(node: Any, a: Any) -> tuple[Any, Any, list[Any]] | None:
     return d, t, readers if narrow else [total]
 
 
-def _made_again(node: Any, a: Any, value: Any) -> list[Any]:
-    """Where u is made for nothing but products that can wait until here."""
-    made = [n for n in a.users if n.target is value and n.kwargs == node.kwargs]
+def _recomputed_outputs(node: Any, a: Any, value: Any) -> list[Any]:
+    """The nodes that compute u = f(a) for products alone, which can run after this node."""
     waiting = []
-    for u in made:
+    for u in [n for n in a.users if n.target is value and n.kwargs == node.kwargs]:
         views = [n for n in u.users if n.target is _aten.view.default]
         products = [n for view in views for n in view.users]
         late = all(n.target is _mm and all(node < reader for reader in n.users) for n in products)

@@ -22,7 +22,7 @@ from ..._torch_compat import to_copy
 from ...kernels import layer_norm
 from ...kernels import norm as formulas
 from .graph import call, only_reader, value_of
-from .neighbours import column_sums, is_made_where_read, source, widen
+from .neighbours import column_sums, is_fused_into_its_reader, source, widen
 
 _aten = torch.ops.aten
 _add, _sum, _view, _clone = _aten.add.Tensor, _aten.sum.dim_IntList, _aten.view.default, _aten.clone.default
@@ -197,7 +197,7 @@ def _sum_after(bent: list[Any], place: Any, norm: _Norm) -> tuple[Any, list[Any]
         return None
     (other,) = (z for z in total.args if z is not bent[0])
     fits = norm.fits(other) and norm.gives(total) and other < place
-    return (other, [total]) if fits and not is_made_where_read(other) else None
+    return (other, [total]) if fits and not is_fused_into_its_reader(other) else None
 
 
 def _pass_on_sums(graph: Graph, g: Node, *gradients: list[Any]) -> None:
@@ -220,7 +220,7 @@ def _parts(t: Any, t_hat: Any, norm: _Norm) -> tuple[list[Any], list[Any]]:
     if t.target is not _aten.add.Tensor or t.kwargs or not all(isinstance(z, Node) for z in t.args):
         return [t, None], []
     others = [n for n in t.users if n is not t_hat]
-    if norm.fits(*t.args) and all(t_hat < n for n in others) and not any(map(is_made_where_read, t.args)):
+    if norm.fits(*t.args) and all(t_hat < n for n in others) and not any(map(is_fused_into_its_reader, t.args)):
         return list(t.args), others
     return [t, None], []
 

@@ -1,9 +1,8 @@
-"""Gates of rectifiers: pass 3 reads them off pass 2's errors.
+"""Gates of ReLUs (where the output is zero): pass 3 reads them from pass 2's errors.
 
-In pass 2 a rectifier's backward closes gates by the sign of its output u, in pass 3 its tangent does so again, and u
-has to be kept for that. But the error that comes out of pass 2's gate is kept anyway, for the weight before it. So pass
-2 marks a closed gate in it by minus zero, and pass 3 reads the mark there: u is free as soon as pass 2 is past it, and
-a net of rectifiers needs no more memory than in plain training.
+Passes 2 and 3 both multiply by the gate of a ReLU, so its output u would have to be kept until pass 3. But pass 2's
+error is kept anyway, for the gradient of the weight upstream. So pass 2 marks a closed gate by minus zero in the error,
+and pass 3 reads the mark: u is freed in pass 2, and a net of ReLUs needs no more memory than in plain training.
 """
 
 import torch
@@ -16,7 +15,7 @@ _aten = torch.ops.aten
 
 
 def mark_gates(graph: Graph) -> None:
-    """Reads pass 3's gates off pass 2's errors, wherever pass 3 needs nothing else of the rectifier's output."""
+    """Reads pass 3's gates from pass 2's errors, wherever pass 3 needs nothing else of the ReLU's output."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     gates: dict[Node, list[Node]] = {}
     for node in graph.nodes:
@@ -32,7 +31,7 @@ def mark_gates(graph: Graph) -> None:
 
 
 def marked(g: Tensor, u: Tensor) -> Tensor:
-    """A gate of g by a rectifier's output u that leaves its mark: g, with no negative zero, or minus zero where u is 0.
+    """g where the ReLU's output u is positive, with +0 for every zero of g; minus zero, the mark, where u is 0.
 
     Minus zero is computed, because Triton reads a literal -0.0 as 0.0; by a product, because Triton negates by
     subtracting from 0.0; and not by its bits, because the compiler looks through views of bits, and would keep u and g
@@ -42,6 +41,6 @@ def marked(g: Tensor, u: Tensor) -> Tensor:
 
 
 def gated(s: Tensor, mark: Tensor) -> Tensor:
-    """s where the mark is not minus zero, whose bits are the least whole number's."""
+    """s where `mark` is not minus zero (as an integer: the smallest one), else 0."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[mark.dtype.itemsize]
     return torch.where(mark.view(bits) == torch.iinfo(bits).min, 0.0, s)

@@ -1,4 +1,4 @@
-"""Nodes of a captured step's graph: making one, replacing one, and what is known of one."""
+"""Nodes of a captured step's graph: creating one, replacing one, and its properties."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ from ...kernels.fusible import FORMULAS
 
 
 def is_elementwise(node: Any) -> bool:
-    """Whether the compiler would make a node's value where it is read."""
+    """Whether the compiler would fuse a node into its readers: an elementwise function, a cast or a view."""
     known = node.target is to_copy.default or getattr(node.target, "is_view", False)
     return known or is_pointwise(node)
 
 
 def is_pointwise(node: Any) -> bool:
-    """Whether a node is an elementwise function of its operands; so is what formulas end with."""
+    """Whether a node is an elementwise function of its operands; the last operation of every formula is one."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in FORMULAS
 
 
@@ -28,7 +28,7 @@ def is_ours(node: Node) -> bool:
 
 
 def call(graph: Graph, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> Node:
-    """A new node, with its value: passes read shapes and strides off their operands."""
+    """A new node, with an example of its value: rewrites read shapes and strides from it."""
     node = graph.call_function(target, args, kwargs or {})
     with _fake_mode_of(node), torch.no_grad():
         node.meta["val"] = target(*map_arg(args, _image), **map_arg(kwargs or {}, _image))
@@ -42,7 +42,7 @@ def _fake_mode_of(node: Node) -> Any:
 
 
 def _image(node: Node) -> Any:
-    """What looks like a node's value, for the fake mode that is on."""
+    """A tensor with the metadata of a node's value, created under the active fake mode."""
 
     def like(z: Any) -> Any:
         return torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device) if isinstance(z, Tensor) else z
@@ -51,7 +51,7 @@ def _image(node: Node) -> Any:
 
 
 def put(node: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> None:
-    """Another call in a node's place; it may be any function of tensors, which the compiler looks into."""
+    """Replaces a node's call by another one; a Python function of tensors is traced by the compiler."""
     node.target, node.args, node.kwargs = target, args, kwargs or {}
 
 
@@ -66,6 +66,6 @@ def only_reader(node: Any, target: Any) -> Any:
 
 
 def write_out_formulas(graph: Graph) -> None:
-    """Shows the compiler the formulas that no kernel has replaced."""
+    """Replaces the formulas that no kernel took by their PyTorch operations, which the compiler fuses."""
     for node in graph.nodes:
         node.target = FORMULAS.get(node.target, node.target)

@@ -1,4 +1,4 @@
-"""Mixes of pass 2's and pass 3's signals: one that several weights take is computed once."""
+"""Mixes of pass 2's and pass 3's signals: one that several weights use is computed once."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from ...numerics.precision import mix_of, round_of
 
 
 def share_mixes(graph: Graph) -> None:
-    """A mix that several weights take (those of a residual block's two branches) is one tensor."""
+    """Computes a mix that several weights use (those of a residual block's two branches) once."""
     first: dict[Any, Node] = {}
     for node in list(graph.nodes):
         if node.target is torch.ops.threepass.mix.default:
@@ -23,6 +23,6 @@ _OPENED = {torch.ops.threepass.mix.default: mix_of, torch.ops.threepass.round.de
 
 
 def open_mixes(graph: Graph) -> None:
-    """Shows the compiler what a mix and a random rounding are made of."""
+    """Replaces mixes and stochastic roundings by their PyTorch operations, which the compiler fuses."""
     for node in graph.nodes:
         node.target = _OPENED.get(node.target, node.target)

@@ -50,8 +50,8 @@ def column_sums(z: Any) -> list[Any]:
     return found
 
 
-def is_made_where_read(z: Any) -> bool:
-    """Whether the compiler would make z inside what alone reads it."""
+def is_fused_into_its_reader(z: Any) -> bool:
+    """Whether the compiler would fuse the computation of z into its only reader."""
     while len(z.users) == 1 and (getattr(z.target, "is_view", False) or z.target is unsafe_view.default):
         z = z.args[0]
     return len(z.users) == 1 and is_pointwise(z)

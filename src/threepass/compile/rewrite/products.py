@@ -1,13 +1,13 @@
 """Products: matrix products and weight gradients.
 
-A weight's gradient goes directly after its operands. Where backpropagation has one of its own (half formats, by our
-kernels), that is in pass 2, so that nothing after it needs u.
+A weight's gradient is moved to directly after its operands. Where backpropagation's term is a separate product (in half
+formats, with our kernels), that is in pass 2, so that u is not needed later.
 
-Inductor folds the sum of two matrix products into one call and forgets the factor of `add(a, b, alpha=c)` on the way
-(seen in torch 2.13), so that the factor becomes a product of its own.
+Inductor folds the sum of two matrix products into one call and drops the factor of `add(a, b, alpha=c)` (seen in torch
+2.13), so the factor is written as a separate multiplication.
 
-For a product with a side of a few (a classifier's), a matrix kernel takes longer than reading the matrices; written as
-sums, it is fused with what is around it.
+For a product with a small dimension (a classifier's), a matrix kernel takes longer than reading the matrices; written
+as a sum, it is fused with its neighbours.
 """
 
 import torch
@@ -43,7 +43,7 @@ def write_out_alphas(graph: Graph) -> None:
 THIN = 16
 
 
-_CACHED = 2**24  # multiplications in a thin product of long rows, which are then read again and again
+_CACHED = 2**24  # multiplications in a thin product of long rows: it reads them several times, from a cache
 
 
 def write_out_thin_products(graph: Graph) -> None:

@@ -1,12 +1,12 @@
-"""Signals that passes 2 and 3 recompute, so that they need not be kept.
+"""Activations that passes 2 and 3 recompute, so that they need not be kept in memory.
 
-Rectified norms. Of u = relu(norm(z)) passes 2 and 3 need no more than z and a few numbers a channel, and z they read
-anyhow: they recompute u from it, in the kernels that read z. Plain training must keep u for a weight's gradient; here
-that takes the mix. The same goes for smooth activations in pass 3.
+Rectified norms. u = relu(norm(z)) is a function of z and of two numbers per channel. Passes 2 and 3 read z anyway, so
+they recompute u in the kernels that read z. Plain training has to keep u for a weight's gradient; three passes use the
+mix there. The same goes for smooth activations in pass 3.
 
-Forgotten signals. Where half formats need a in pass 3, a and d of all layers are kept, and at its start a tangent and
-a mix beside them. So two of the largest signals are forgotten after pass 2, and recomputed where pass 3 comes to them,
-by when it has let go of as many errors: two products more in a hundred.
+Convolutions. Where half formats need a in pass 3, a and d of all layers are kept, and at the start of pass 3 a tangent
+and a mix as well, which is the peak of the memory. So two of the largest rectified convolutions are freed after pass 2
+and recomputed where pass 3 reads them. By then it has freed as many errors. This costs about 2 % more arithmetic.
 """
 
 import operator
@@ -29,8 +29,8 @@ _aten = torch.ops.aten
 _BATCH_NORMS = {batch_norm_functional.default, batch_norm_legit.no_stats}
 
 
-def rectify_again(graph: Graph) -> None:
-    """In passes 2 and 3, rectified batch norms from their inputs."""
+def recompute_rectified_norms(graph: Graph) -> None:
+    """In passes 2 and 3, computes rectified batch norms from their inputs."""
     for u in list(graph.nodes):
         norm = _norm_before(u)
         if norm is None:
@@ -39,29 +39,29 @@ def rectify_again(graph: Graph) -> None:
         mean, rstd = (next((n for n in norm.users if n.args[1] == i), None) for i in (1, 2))
         if mean is None or rstd is None or not any(_needs_values(n, u) for n in u.users):
             continue
-        if mean.meta["val"].dtype != accumulate_dtype(z.meta["val"].dtype):  # rounded: a CPU's, of half a norm
+        if mean.meta["val"].dtype != accumulate_dtype(z.meta["val"].dtype):  # rounded, as on a CPU in half formats
             continue
         with graph.inserting_before(u):
             numbers = call(graph, torch.ops.threepass.norm_numbers.default, (mean, rstd, weight, bias))
         for n in list(u.users):
             if _needs_values(n, u):
-                _put_again(graph, u, n, rectified, (z, numbers))
+                _recompute_for(graph, u, n, rectified, (z, numbers))
             elif n.target is _aten.convolution_backward.default and list(n.args[10]) == [True, False, False]:
                 n.replace_input_with(u, z)  # only its shape counts
 
 
-def _put_again(graph: Graph, u: Node, reader: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> None:
-    """Makes u once more for one that reads it."""
+def _recompute_for(graph: Graph, u: Node, reader: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> None:
+    """Computes u once more, for one of its readers."""
     with graph.inserting_before(reader):
-        again = call(graph, target, args, kwargs)
-    reader.replace_input_with(u, again)
+        copy = call(graph, target, args, kwargs)
+    reader.replace_input_with(u, copy)
 
 
 _BACKWARD = {f.value: f.backward for f in KINDS.values()}
 
 
-def activate_again(graph: Graph) -> None:
-    """After pass 2, smooth activations from their inputs, which their tangents read anyhow."""
+def recompute_activations(graph: Graph) -> None:
+    """After pass 2, computes smooth activations from their inputs, which their tangents read anyway."""
     place = {n: i for i, n in enumerate(graph.nodes)}
     for u in list(graph.nodes):
         if u.target not in _BACKWARD:
@@ -71,7 +71,7 @@ def activate_again(graph: Graph) -> None:
         for n in [n for n in u.users if tangents and place[n] > error]:
             if getattr(n.target, "is_view", False) and n.users:  # exact mode's second product reads a view of u
                 min(n.users, key=lambda user: place[user]).prepend(n)
-            _put_again(graph, u, n, u.target, u.args, u.kwargs)
+            _recompute_for(graph, u, n, u.target, u.args, u.kwargs)
 
 
 def _norm_before(u: Node) -> Any:
@@ -104,18 +104,19 @@ def convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """The framework's, as an operation that is not taken for one that was there before."""
+    """PyTorch's convolution under another name, so that `share_sums` does not merge it with the one of pass 1."""
     return _aten.convolution(a, w, bias, stride, padding, dilation, transposed, output_padding, groups)
 
 
 convolution.register_fake(_aten.convolution.default)
 
 
-FORGOTTEN, EARLY = 2, 3  # so many layers are over before pass 3 has let go of as much as it adds
+RECOMPUTED = 2  # at most so many convolutions
+EARLY = 3  # not the first layers: pass 3 comes to them before it has freed as much memory as it allocates
 
 
-def forget(graph: Graph) -> list[Node]:
-    """Makes some rectified convolutions once more for pass 3; returns those convolutions."""
+def recompute_convolutions(graph: Graph) -> list[Node]:
+    """Computes some rectified convolutions once more for pass 3; returns the new nodes."""
     place = {n: i for i, n in enumerate(graph.nodes)}
     first: dict[Any, Any] = {}
     for n in graph.nodes:
@@ -123,23 +124,23 @@ def forget(graph: Graph) -> list[Node]:
         if is_gate and n.meta["val"].dtype in HALF and _is_rectified_product(n.args[1]):
             first.setdefault(n.args[1], n)
     late = {u: [n for n in u.users if place[n] > place[gate]] for u, gate in first.items()}
-    kept = [u for u in sorted(late, key=lambda u: place[u]) if late[u]]
-    if len(kept) <= EARLY:
+    candidates = [u for u in sorted(late, key=lambda u: place[u]) if late[u]]
+    if len(candidates) <= EARLY:
         return []
-    size = max(u.meta["val"].numel() for u in kept)
-    again: list[Node] = []
+    size = max(u.meta["val"].numel() for u in candidates)
+    recomputed: list[Node] = []
     chosen: set[Any] = set()
-    for u in reversed(kept[EARLY:]):
+    for u in reversed(candidates[EARLY:]):
         z: Any = u.args[0]
         beside = z.args[0] in chosen or any(n.args[0].args[0] is u for n in chosen)
-        if u.meta["val"].numel() == size and not beside and len(chosen) < FORGOTTEN:
+        if u.meta["val"].numel() == size and not beside and len(chosen) < RECOMPUTED:
             chosen.add(u)
             with graph.inserting_before(min(late[u])):
-                again.append(call(graph, z.target, z.args, z.kwargs))
-                made = call(graph, _aten.relu.default, (again[-1],))
+                recomputed.append(call(graph, z.target, z.args, z.kwargs))
+                copy = call(graph, _aten.relu.default, (recomputed[-1],))
             for n in late[u]:
-                n.replace_input_with(u, made)
-    return again
+                n.replace_input_with(u, copy)
+    return recomputed
 
 
 def _is_rectified_product(u: Any) -> bool:

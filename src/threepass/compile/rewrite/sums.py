@@ -1,4 +1,4 @@
-"""Sums: each taken once, and next to other sums of the same tensor.
+"""Sums: each computed once, and next to other sums of the same tensor.
 
 Pass 3 needs statistics that pass 1 computed; once Inductor has decomposed both into sums, the duplicates are removed.
 And Inductor schedules a sum where it is used, for a gradient at the very end, too far from other sums of the same
@@ -85,15 +85,16 @@ def keep_gated_sums(graph: Graph) -> None:
 
 
 def keep_sums_of_errors(graph: Graph) -> None:
-    """An error's sum that waits for exact mode's to be added: in memory, or the compiler takes it only then.
+    """Materializes the sum of an error to which exact mode later adds another sum.
 
-    Runs after `fuse`, whose kernels take that sum with the product.
+    Otherwise the compiler would keep the error, and compute its sum only then. Runs after `fuse`, whose kernels compute
+    the sum together with the product.
     """
     for node in list(graph.nodes):
         is_sum = node.target is _aten.sum.dim_IntList and node.args[0].meta["val"].dim() == 4 and len(node.args) == 2
         if is_sum and _is_added(node):
             with graph.inserting_after(node):
-                kept = call(graph, torch.ops.threepass.kept.default, (node,))
+                kept = call(graph, torch.ops.threepass.materialized.default, (node,))
             node.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
 
 

@@ -6,7 +6,7 @@
     u    = f(a)                      recomputed for the gradient of the weight downstream
 
 a, r, d, t, e, u: (..., C); sums: (C). f: see `KINDS`. Each signal is read once. This is a custom operation, opaque to
-the compiler, because Inductor would compute the sums in a second kernel that reads e again. Where `fits` holds it is a
+the compiler, because Inductor would compute the sums in a second kernel that reads e with_u. Where `fits` holds it is a
 Triton kernel (`triton_kernel.py`), else plain PyTorch.
 
 f''(a) d t alone is `curve`, which the rules call.
@@ -64,33 +64,33 @@ def fits(a: Tensor, *signals: Tensor) -> bool:
 
 @custom_op("threepass::activation_error", mutates_args=())
 def error(
-    r: Tensor, a: Tensor, kind: str, d: Tensor | None = None, t: Tensor | None = None, again: bool = False
+    r: Tensor, a: Tensor, kind: str, d: Tensor | None = None, t: Tensor | None = None, with_u: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(e, sums, u): u is empty if it is not asked for, by `again`."""
+    """(e, sums, u): u is empty without `with_u`."""
     if fits(a, r, *(z for z in (d, t) if z is not None)):
         from . import triton_kernel
 
-        e, sums, u = _empty(a, again)
-        triton_kernel.error(r, a, list(KINDS).index(kind), d, t, e, sums, u if again else None)
+        e, sums, u = _empty(a, with_u)
+        triton_kernel.error(r, a, list(KINDS).index(kind), d, t, e, sums, u if with_u else None)
         return e, sums, u
-    return _plain(r, a, kind, d, t, again)
+    return _plain(r, a, kind, d, t, with_u)
 
 
 @error.register_fake
-def _(r, a, kind, d=None, t=None, again=False):
-    return _empty(a, again)
+def _(r, a, kind, d=None, t=None, with_u=False):
+    return _empty(a, with_u)
 
 
-def _empty(a: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _empty(a: Tensor, with_u: bool) -> tuple[Tensor, Tensor, Tensor]:
     sums = a.new_empty(a.shape[-1], dtype=accumulate_dtype(a.dtype))
-    return a.new_empty(a.shape), sums, a.new_empty(a.shape if again else 0)
+    return a.new_empty(a.shape), sums, a.new_empty(a.shape if with_u else 0)
 
 
-def _plain(r, a, kind, d, t, again) -> tuple[Tensor, Tensor, Tensor]:
+def _plain(r, a, kind, d, t, with_u) -> tuple[Tensor, Tensor, Tensor]:
     """The operation in plain PyTorch."""
     f = KINDS[kind]
     exact = accumulate_dtype(a.dtype)
     e = f.backward(r.to(exact), a.to(exact), **f.options)
     e = e if d is None else e + curve(d, t, a, kind)
     sums = e.sum(list(range(a.dim() - 1)))
-    return e.to(a.dtype).contiguous(), sums, f.value(a, **f.options).contiguous() if again else a.new_empty(0)
+    return e.to(a.dtype).contiguous(), sums, f.value(a, **f.options).contiguous() if with_u else a.new_empty(0)

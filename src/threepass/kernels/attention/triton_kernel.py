@@ -244,11 +244,11 @@ def _bend_rows_kernel(
     lse = peak + tl.log2(total)
     mean_r += bent / total
     at = sums + tl.program_id(0).to(tl.int64) * queries + rows
-    apart = tl.num_programs(0).to(tl.int64) * queries
+    plane = tl.num_programs(0).to(tl.int64) * queries
     tl.store(at, lse, mask=rows < queries)
-    tl.store(at + apart, rho, mask=rows < queries)
-    tl.store(at + 2 * apart, mean_d, mask=rows < queries)
-    tl.store(at + 3 * apart, mean_r, mask=rows < queries)
+    tl.store(at + plane, rho, mask=rows < queries)
+    tl.store(at + 2 * plane, mean_d, mask=rows < queries)
+    tl.store(at + 3 * plane, mean_r, mask=rows < queries)
 
     acc = tl.zeros((BLOCK_Q, PADDED), tl.float32)
     for start in range(0, end, BLOCK_K):
@@ -294,7 +294,7 @@ def _bend_columns_kernel(
     if HAS_V:
         tv_j = _load(t_v, b, h, tv_b, tv_h, tv_t, columns, keys, W, PADDED)
     at = sums + tl.program_id(0).to(tl.int64) * queries
-    apart = tl.num_programs(0).to(tl.int64) * queries
+    plane = tl.num_programs(0).to(tl.int64) * queries
     acc_k = tl.zeros((BLOCK_K, PADDED), tl.float32)
     acc_v = tl.zeros((BLOCK_K, PADDED), tl.float32)
     first = 0
@@ -310,9 +310,9 @@ def _bend_columns_kernel(
         if HAS_R:
             r_i = _load(r, b, h, r_b, r_h, r_t, rows, queries, W, PADDED)
         lse = tl.load(at + rows, mask=rows < queries, other=float("inf"))  # P = 0 after the last query
-        rho = tl.load(at + apart + rows, mask=rows < queries, other=0.0)
-        mean_d = tl.load(at + 2 * apart + rows, mask=rows < queries, other=0.0)
-        mean_r = tl.load(at + 3 * apart + rows, mask=rows < queries, other=0.0)
+        rho = tl.load(at + plane + rows, mask=rows < queries, other=0.0)
+        mean_d = tl.load(at + 2 * plane + rows, mask=rows < queries, other=0.0)
+        mean_r = tl.load(at + 3 * plane + rows, mask=rows < queries, other=0.0)
         s = product(k_j, tl.trans(q_i), None, PRECISION) * (scale * LOG2_E)
         s = tl.where(_visible(rows[None, :], columns[:, None], keys, CAUSAL), s, -float("inf"))
         p = tl.exp2(s - lse[None, :])

@@ -1,4 +1,4 @@
-"""A loss whose gradients are already known: its backward pass gives them to the parameters.
+"""A loss whose gradients are already computed: its backward pass adds them to `p.grad`.
 
 Autograd accumulates them as it does any gradients, multiplied by whatever the loss was multiplied with, so that loss
 scaling, division by the number of micro-batches, hooks on parameters and reducers work as they do for any loss.
@@ -16,8 +16,8 @@ from .scaler import times
 
 
 @dataclass(frozen=True)
-class Carried:
-    """A loss, its gradients, and the parameters that they are for.
+class PrecomputedLoss:
+    """The value of a loss, the parameters, and their gradients.
 
     calls: the number of this call, from which rounding to a half format takes its seed.
     """
@@ -29,7 +29,7 @@ class Carried:
 
     def loss(self) -> Tensor:
         """The loss as a scalar that requires grad. Its backward pass can run once."""
-        return _Carrier.apply(self, *self.parameters)
+        return _PrecomputedLoss.apply(self, *self.parameters)
 
 
 def rounded(grads: Iterable[Tensor], dtypes: Iterable[torch.dtype], calls: int) -> list[Tensor]:
@@ -40,13 +40,13 @@ def rounded(grads: Iterable[Tensor], dtypes: Iterable[torch.dtype], calls: int) 
     ]
 
 
-class _Carrier(torch.autograd.Function):
+class _PrecomputedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, carried: Carried, *parameters: Tensor) -> Tensor:
-        ctx.calls = carried.calls
+    def forward(ctx: Any, loss: PrecomputedLoss, *parameters: Tensor) -> Tensor:
+        ctx.calls = loss.calls
         ctx.dtypes = [p.dtype for p in parameters]
-        ctx.save_for_backward(*carried.grads)
-        return carried.value.clone()
+        ctx.save_for_backward(*loss.grads)
+        return loss.value.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
