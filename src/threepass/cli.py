@@ -268,6 +268,9 @@ def compare(
     Settings, alphas and strengths that you leave out come from the recipe of
     the model and data set, as in train; without one, strengths are 0.1 0.3 1.
 
+    Methods are given by --alphas and --strengths, and runs by --seeds: --alpha,
+    --strength, --eta-over-alpha and --seed are for train.
+
     Args:
         demo: a small net on digits, with settings of its own: what `make demo` runs, in about two minutes.
         alphas: one method each, in the config's mode, with the paper's learning rate lr / alpha.
@@ -280,6 +283,7 @@ def compare(
     from .study import compare as study
     from .train.runs import build
 
+    _refuse_what_compare_ignores(given, demo, alphas)
     if demo:
         study.digits_demo(Path("runs") / (name or "demo"), resume=resume, command="threepass compare --demo")
         return
@@ -298,6 +302,22 @@ def compare(
     out, command = Path("runs") / (name or f"compare-{task.name}"), shlex.join(["threepass", *sys.argv[1:]])
     _say_what_was_chosen(task, recipes.compare_defaults(task.model, task.data, given))
     study.compare(found, make_model, common, variants, seeds, out, resume=resume, command=command)
+
+
+def _refuse_what_compare_ignores(given: frozenset[str], demo: bool, alphas: tuple[float, ...]) -> None:
+    """Raises an error for flags that a comparison would not use."""
+    instead = {
+        "strength": "compare trains one method for each of --strengths: give --strengths instead of --strength",
+        "alpha": "compare trains one method for each of --alphas: give --alphas instead of --alpha",
+        "eta_over_alpha": "methods of --alphas always divide the learning rate by alpha: leave out --eta-over-alpha",
+        "seed": "compare trains the seeds 0, 1, ...: give their number by --seeds instead of --seed",
+    } | ({} if alphas else dict.fromkeys(("reduction", "alpha_end"), "--reduction and --alpha-end go with --alphas"))
+    if demo:
+        allowed = ("demo", "name", "resume")
+        instead = {name: f"--demo has settings of its own: leave out --{name.replace('_', '-')}" for name in given}
+        instead = {name: words for name, words in instead.items() if name not in allowed}
+    for name in sorted(given & instead.keys()):
+        raise UsageError(f"threepass compare: {instead[name]} (see threepass compare --help)")
 
 
 def report(runs: tuple[Path, ...], /, *, out: Path | None = None) -> None:
