@@ -1,11 +1,13 @@
 """What an eager step costs where Python and the launches of kernels take the time: `ThreePass` against plain training.
 
     python benchmarks/eager_overhead.py --label after --out results/bench/cpu-eager-overhead.json
+    python benchmarks/eager_overhead.py --nets MLP --label mlps --out results/bench/cpu-eager-overhead.json
     python benchmarks/eager_overhead.py --device cuda --out results/bench/h200-eager-overhead.json
 
 A step is the forward and `loss.backward()`, or one call of `ThreePass`, without compile. On a CPU the nets are tiny (2
 images of 8 x 8, 2 to 16 channels, one thread), so that arithmetic takes next to nothing and the ratio is that of Python
-and dispatch. On a GPU they have the sizes of `docs/speed.md`: plain-20 at batch 128, ResNet-18 and ViT-Tiny at 256.
+and dispatch; the MLPs (--nets MLP, for a CPU) have the sizes of the recipes for MNIST and digits. On a GPU the nets
+have the sizes of `docs/speed.md`: plain-20 at batch 128, ResNet-18 and ViT-Tiny at 256.
 
 The steps take turns; a ratio is the median over the rounds of a step's time relative to the plain step's of the same
 round. On a CPU it is the process's own time. `calls` counts the ATen calls below autograd, `kernels` those that are
@@ -13,7 +15,8 @@ neither views nor bare allocations: on a GPU each is a launch, or more.
 
 Prints a table. With --out, writes it under --label into a JSON file, beside the labels that are there already.
 
-Result: results/bench/cpu-eager-overhead.json (labels `before` and `after`), quoted by docs/speed.md.
+Result: results/bench/cpu-eager-overhead.json (labels `before` and `after`, and `mlps`), quoted by README and
+docs/speed.md.
 """
 
 import argparse
@@ -28,13 +31,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from threepass import ThreePass
 from threepass.bench.measure import take_turns
-from threepass.models import plain, resnet18, vit
+from threepass.models import mlp, plain, resnet18, vit
 
 GOAL = 2.0  # of paper mode
 NETS: dict[str, dict[str, Callable[[], nn.Module]]] = {
@@ -45,6 +48,7 @@ NETS: dict[str, dict[str, Callable[[], nn.Module]]] = {
         "cuda": lambda: vit(depth=12),
     },
 }
+MLPS = {"MLP 784-512-10, batch 128": ((784, 512, 10), 128), "MLP 64-512-10, batch 64": ((64, 512, 10), 64)}
 BATCH = {"cpu": dict.fromkeys(NETS, 2), "cuda": {"plain-20": 128, "ResNet-18": 256, "ViT-Tiny": 256}}
 IMAGE = {"cpu": 8, "cuda": 32}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -68,12 +72,19 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def steps_of(name: str, device: str) -> dict[str, Callable[[], None]]:
-    """The plain step and those of `ThreePass`, each on the same model and batch; gradients are set to None before."""
+def model_and_batch(name: str, device: str) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
+    if name in MLPS:
+        sizes, batch = MLPS[name]
+        return mlp(*sizes).to(device), torch.randn(batch, sizes[0], device=device)
     model = NETS[name][device]().to(device, memory_format=torch.channels_last)
     x = torch.randn(BATCH[device][name], 3, IMAGE[device], IMAGE[device], device=device)
-    x = x.contiguous(memory_format=torch.channels_last)
+    return model, x.contiguous(memory_format=torch.channels_last)
+
+
+def steps_of(name: str, device: str) -> dict[str, Callable[[], None]]:
+    """The plain step and those of `ThreePass`, each on the same model and batch; gradients are set to None before."""
+    model, x = model_and_batch(name, device)
     y = torch.randint(10, (len(x),), device=device)
 
     def plain_step() -> None:
@@ -121,6 +132,9 @@ def measure(name: str, device: str, rounds: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--nets", choices=["tiny", "MLP"], default="tiny", help="tiny: on a GPU, those of docs/speed.md"
+    )
     parser.add_argument("--rounds", type=int, default=101)
     parser.add_argument("--label", default="now", help="the name of these rows in the file")
     parser.add_argument("--out", type=Path)
@@ -130,7 +144,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
     rows = []
-    for name in NETS:
+    for name in MLPS if args.nets == "MLP" else NETS:
         for row in measure(name, args.device, args.rounds):
             rows.append(row)
             print(f"{name:<10} {row['step']:<16} {row['ms']:8.2f} ms  {row['ratio']:5.2f}x", end="")

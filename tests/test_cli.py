@@ -70,7 +70,7 @@ def test_a_source_tree_that_is_not_installed_has_a_version(monkeypatch):
     ],
 )
 def test_every_setting_has_a_flag(flags, settings):
-    command, values = parse(["train", "--model", "vit", *flags])  # for which there is no recipe
+    command, values = parse(["train", "--model", "resnet20", *flags])  # for which there is no recipe
     assert command is train
     assert values.arguments["config"] == Config(**{"strength": 0.1, "mode": "exact"} | settings)
 
@@ -190,6 +190,12 @@ def test_data_says_what_is_there(capsys):
         (["train", "--input-at", "nosuch"], 1, "input_at='nosuch' names no module"),
         (["train", "--seed", "-1"], 2, "seed must not be negative"),
         (["compare", "--alphas", "2"], 1, "alpha must be a number in [0, 1]"),
+        (["compare", "--strength", "1"], 2, "give --strengths instead of --strength (see threepass compare --help)"),
+        (["compare", "--alpha", "0.3"], 2, "give --alphas instead of --alpha"),
+        (["compare", "--eta-over-alpha"], 2, "leave out --eta-over-alpha"),
+        (["compare", "--seed", "3"], 2, "give their number by --seeds instead of --seed"),
+        (["compare", "--reduction", "sample"], 2, "--reduction and --alpha-end go with --alphas"),
+        (["compare", "--demo", "--epochs", "1"], 2, "--demo has settings of its own: leave out --epochs"),
         (["compare", "--optimizer", "foo"], 1, "optimizer must be one of sgd"),
         (["train", "--model-options", "[1]"], 1, "--model-options must be a JSON object such as"),
         (["train", "--model-options", "{"], 1, "--model-options is not JSON"),
@@ -197,6 +203,8 @@ def test_data_says_what_is_there(capsys):
         (["train", "--model-options", '{"sizes": [63, 8, 10]}'], 1, "does not take the examples of digits"),
         (["train", "--model", "plain20", "--model-options", '{"channels": 3}'], 1, "batches of shape (128, 1, 8, 8)"),
         (["train", "--device", "cuda"], 1, "PyTorch finds no CUDA device; --device cpu"),
+        (["train", "--device", "mps"], 1, "device mps: PyTorch finds no MPS device; --device cpu"),
+        (["train", "--device", "xpu"], 1, "device must be cpu, cuda, cuda:N or auto, got 'xpu'"),
         (["train", "--device", "gpu"], 1, "device must be cpu, cuda, cuda:N or auto, got 'gpu'"),
         (["train", "--milestones", "100", "150"], 2, 'milestones needs schedule="step" (--schedule step)'),
         (["train", "--epochs", "many"], 2, 'unable to convert "many" into int'),
@@ -237,6 +245,23 @@ def test_a_run_named_without_its_folder(command, capsys, monkeypatch, tmp_path):
     assert main(["train", "--epochs", "1", "--name", "mine", "--probe-every", "0"]) == 0
     assert main([*command, "mine"]) == 1
     assert capsys.readouterr().err.splitlines()[-1].endswith("did you mean runs/mine?")
+
+
+def test_a_model_that_has_learned_nothing_is_said(own_folder, capsys):
+    """At a learning rate next to zero the biases of the last layer, here large, decide on one class for all."""
+    (own_folder / "dull.py").write_text(
+        "from threepass.models import mlp\n"
+        "def net():\n"
+        "    model = mlp(64, 8, 10)\n"
+        "    model[-1].bias.data[0] = 100.0\n"
+        "    return model\n"
+    )
+    short = ["train", "--epochs", "1", "--probe-every", "0"]
+    assert main([*short, "--model", "dull:net", "--lr", "1e-9"]) == 0
+    said = capsys.readouterr().err
+    assert "is no better than always predicting the most frequent class: the model has learned nothing" in said
+    assert main(short) == 0
+    assert "learned nothing" not in capsys.readouterr().err
 
 
 def test_debug_shows_the_error_itself():

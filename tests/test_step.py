@@ -1,5 +1,6 @@
 """ThreePass in a training loop."""
 
+import inspect
 from collections import UserDict
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 import threepass
 from threepass.compile import inductor
 from threepass.errors import AccumulationWarning, BatchDimensionWarning, LossReductionWarning, MaskWarning
+from threepass.step import _log_default_alpha
 
 
 def setting():
@@ -322,3 +324,18 @@ def test_model_and_loss_in_the_wrong_place(arguments, message):
     for step in (threepass.ThreePass, threepass.GradientStep):
         with pytest.raises(TypeError, match=message):
             step(*arguments)
+
+
+def test_an_alpha_that_nobody_chose_is_logged_once(caplog):
+    """With it, SGD at the learning rate of plain training takes steps a tenth as long."""
+    model = nn.Linear(2, 2)
+    _log_default_alpha.cache_clear()
+    for chosen in ({"alpha": 0.1}, {"strength": 0.1}, {"alpha": 1.0}, {"alpha": lambda calls: 0.1}):
+        threepass.ThreePass(model, F.cross_entropy, **chosen)
+    assert not caplog.records
+    for _ in range(2):
+        threepass.ThreePass(model, F.cross_entropy)
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("threepass", "WARNING")
+    assert "neither strength nor alpha is given, so alpha is 0.1" in record.getMessage()
+    assert inspect.signature(threepass.ThreePass).parameters["alpha"].default == 0.1

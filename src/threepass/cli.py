@@ -224,14 +224,14 @@ def train(
     with joined(find_device(run.device)) as ranks:
         trainer = run.trainer(ranks)
         if resume is None and ranks.is_first:
-            _say_what_was_chosen(task, recipes.train_defaults(task.model, task.data, given), config)
+            _say_what_was_chosen(task, recipes.train_defaults(task.model, task.data, given), config, given)
         _train(run, trainer, Path("runs") / (name or task.name), resume, keep_going)
 
 
 def _train(run: "Run", trainer: "Trainer", place: Path, resume: Path | None, keep_going: bool) -> None:
     """Trains in a new folder at `place`, or goes on in the folder `resume`; the first rank writes and reports."""
     from .train.folder import created, resumed
-    from .train.metrics import in_words
+    from .train.metrics import guessing_in_words, in_words
     from .train.ranks import folder_of_first
 
     ranks = trainer.ranks
@@ -249,6 +249,8 @@ def _train(run: "Run", trainer: "Trainer", place: Path, resume: Path | None, kee
     if ranks.is_first:
         last = history[-1]
         print(f"{folder.path}: epoch {last['epoch']}, loss {last['train_loss']:.4f}, {in_words(last)}")
+        if trainer.labels is not None and (words := guessing_in_words(last, trainer.labels)) is not None:
+            print(f"threepass: warning: {words}", file=sys.stderr)
 
 
 def compare(
@@ -268,6 +270,9 @@ def compare(
     Settings, alphas and strengths that you leave out come from the recipe of
     the model and data set, as in train; without one, strengths are 0.1 0.3 1.
 
+    Methods are given by --alphas and --strengths, and runs by --seeds: --alpha,
+    --strength, --eta-over-alpha and --seed are for train.
+
     Args:
         demo: a small net on digits, with settings of its own: what `make demo` runs, in about two minutes.
         alphas: one method each, in the config's mode, with the paper's learning rate lr / alpha.
@@ -276,28 +281,36 @@ def compare(
         name: of the folder; default: compare-MODEL-DATA. An existing one is never overwritten.
         resume: go on with the comparison in runs/NAME; give the same flags again.
     """
-    from .init import init_
     from .study import compare as study
-    from .train.runs import build
 
+    _refuse_what_compare_ignores(given, demo, alphas)
     if demo:
         study.digits_demo(Path("runs") / (name or "demo"), resume=resume, command="threepass compare --demo")
         return
     run = task.run(config)
     found = run.load()
-
-    def make_model() -> Any:
-        made = build(run.model, found, **run.model_options)
-        if run.init is not None:
-            init_(made, run.init)
-        return made
-
     common = dataclasses.replace(config, alpha=Config.alpha, strength=None, mode="paper", eta_over_alpha=False)
     variants = [study.two_passes(), *(study.by_alpha(a, config.mode) for a in alphas)]
     variants += [study.by_strength(s, config.mode) for s in strengths]
     out, command = Path("runs") / (name or f"compare-{task.name}"), shlex.join(["threepass", *sys.argv[1:]])
-    _say_what_was_chosen(task, recipes.compare_defaults(task.model, task.data, given))
-    study.compare(found, make_model, common, variants, seeds, out, resume=resume, command=command)
+    _say_what_was_chosen(task, recipes.compare_defaults(task.model, task.data, given), common, given)
+    study.compare(found, lambda: run.fresh_model(found), common, variants, seeds, out, resume=resume, command=command)
+
+
+def _refuse_what_compare_ignores(given: frozenset[str], demo: bool, alphas: tuple[float, ...]) -> None:
+    """Raises an error for flags that a comparison would not use."""
+    instead = {
+        "strength": "compare trains one method for each of --strengths: give --strengths instead of --strength",
+        "alpha": "compare trains one method for each of --alphas: give --alphas instead of --alpha",
+        "eta_over_alpha": "methods of --alphas always divide the learning rate by alpha: leave out --eta-over-alpha",
+        "seed": "compare trains the seeds 0, 1, ...: give their number by --seeds instead of --seed",
+    } | ({} if alphas else dict.fromkeys(("reduction", "alpha_end"), "--reduction and --alpha-end go with --alphas"))
+    if demo:
+        allowed = ("demo", "name", "resume")
+        instead = {name: f"--demo has settings of its own: leave out --{name.replace('_', '-')}" for name in given}
+        instead = {name: words for name, words in instead.items() if name not in allowed}
+    for name in sorted(given & instead.keys()):
+        raise UsageError(f"threepass compare: {instead[name]} (see threepass compare --help)")
 
 
 def report(runs: tuple[Path, ...], /, *, out: Path | None = None) -> None:
@@ -472,12 +485,13 @@ def _options(text: str) -> dict[str, Any]:
     return options
 
 
-def _say_what_was_chosen(task: Task, chosen: dict[str, Any], config: Config | None = None) -> None:
-    """One line on the settings that the user left out, and one on alpha where it slows training down."""
+def _say_what_was_chosen(task: Task, chosen: dict[str, Any], config: Config, given: frozenset[str]) -> None:
+    """A line on the settings that the user left out, on alpha where it slows training down, on a rate of sgd's."""
     if chosen:
         print(recipes.choice_in_words(task.model, task.data, chosen))
-    if config is not None and (words := recipes.alpha_in_words(config)):
-        print(words)
+    for words in (recipes.alpha_in_words(config), recipes.lr_in_words(config, given)):
+        if words is not None:
+            print(words)
 
 
 def _fill_from_recipe(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:

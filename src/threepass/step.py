@@ -1,8 +1,9 @@
 """`ThreePass` and `GradientStep`: steps of a training loop, in place of the forward and `loss.backward()`."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from .core.misuse import (
     warn_of_samples_along_dimension_1,
     warn_of_sum,
 )
-from .core.options import Options, check_roles, check_x, own_loss
+from .core.options import ALPHA, Options, check_roles, check_x, own_loss
 from .core.penalty import Penalty
 from .core.precomputed_loss import PrecomputedLoss, rounded
 from .core.ranks import count_ranks, is_wrapper, loss_through, reduces_gradients
@@ -33,6 +34,16 @@ from .errors import UncompiledWarning, warn_caller
 
 Run = Callable[[nn.Module, Any], AnyResult]  # the passes of a model on x
 Capture = Callable[[nn.Module], Call]  # what is captured in their place
+
+
+@cache
+def _log_default_alpha() -> None:
+    """Says once in a process that alpha has its default value, at which plain training's learning rate is too low."""
+    logging.getLogger("threepass").warning(
+        "neither strength nor alpha is given, so alpha is 0.1, as in the paper: backpropagation's gradient counts a "
+        "tenth, and SGD at the learning rate of plain training takes steps a tenth as long. strength=0.1 keeps that "
+        "learning rate; alpha=0.1 says that this is meant."
+    )
 
 
 class _Step:
@@ -149,7 +160,8 @@ class ThreePass(_Step):
             of plain training stays right for a small one: start with 0.1.
         alpha: the paper's weights, used where no strength is given: alpha for backpropagation and 1 - alpha for the
             third pass. With the default of 0.1 backpropagation's gradient is a tenth of plain training's, so that SGD
-            needs ten times the learning rate, lr / alpha. A number, or a function of the number of calls so far.
+            needs ten times the learning rate, lr / alpha: where neither alpha nor strength is given, the logger
+            "threepass" says so once. A number, or a function of the number of calls so far.
         batch_size: the effective batch; it counts the samples of all ranks and micro-batches.
         every: run the third pass in every k-th call, starting with the first. The other calls add backpropagation's
             gradient alone, times alpha, or times 1 with strength.
@@ -178,7 +190,7 @@ class ThreePass(_Step):
         self,
         model: nn.Module,
         loss_fn: Callable[[Any, Any], Tensor] | None,
-        alpha: float | Callable[[int], float] = 0.1,
+        alpha: float | Callable[[int], float] = ALPHA,
         reduction: str = "batch",
         mode: str = "paper",
         strength: float | None = None,
@@ -204,6 +216,8 @@ class ThreePass(_Step):
         }  # fmt: skip
         Options(self.alpha(0), **self.options)
         super().__init__(model, loss_fn or own_loss, compile)
+        if alpha is ALPHA and strength is None:
+            _log_default_alpha()
         self.scaler = scaler
         self._watch, self._loss_watch, self._is_first = AccumulationWatch(), BackwardWatch(), True
 
@@ -276,7 +290,7 @@ def loss(
     loss_fn: Callable[[Any, Any], Tensor] | None,
     x: Any,
     y: Any = None,
-    alpha: float = 0.1,
+    alpha: float = ALPHA,
     reduction: str = "batch",
     mode: str = "paper",
     strength: float | None = None,

@@ -71,7 +71,10 @@ def test_files(made, data):
     assert about["config"] == CONFIG.to_dict()
     assert set(about["cost"]["seconds"]) == {"plain", "two passes", "alpha 0.1"}
     assert said[-1] == f"report: {out / 'report.html'}"
-    assert len(said) == 5
+    assert len(said) == 4 + 3 + 1  # runs, the summary and the page
+    head, two, three = (line.split("  ") for line in said[4:7])
+    assert [word for word in head if word] == ["final error, %", "final input loss", "accuracy at PGD 0.05, %", "seeds"]
+    assert (two[0], three[0].strip()) == ("two passes", "alpha 0.1")
 
 
 def test_a_seed_gives_every_variant_the_same_weights_and_batches(data, tmp_path, monkeypatch):
@@ -148,6 +151,30 @@ def test_bad_requests_say_what_is_wrong(data, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"neither compare.json nor metrics.jsonl"):
         report([tmp_path], tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_settings_that_methods_have_values_of_their_own_for_are_not_common_ones(data, tmp_path, monkeypatch, capsys):
+    """Of alpha and mode, a comparison of strengths used to print the defaults, which no method has."""
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(study, "_train", interrupted)
+    for variants in ([two_passes(), by_strength(0.3)], [two_passes(), by_alpha(0.3)]):
+        with pytest.raises(KeyboardInterrupt):
+            compare(data, net, CONFIG, variants, 1, tmp_path / "x", **FEW)
+    by_strengths, by_alphas = capsys.readouterr().err.split("# common settings")[1:]
+    assert not re.search(r"^(# )?(alpha|reduction|mode|strength|seed)\b( =|:)", by_strengths, re.MULTILINE)
+    assert "# strength 0.3, exact: strength 0.3, mode exact" in by_strengths
+    assert "# run 1 of 2: two passes, seed 0" in by_strengths
+    assert '\nreduction = "batch"' in by_alphas
+
+
+def test_damaged_images_are_named(made, tmp_path):
+    shutil.copytree(made[0], tmp_path / "copy")
+    (tmp_path / "copy" / "examples.safetensors").write_bytes(b"no")
+    with pytest.raises(ValueError, match=r"examples.safetensors is damaged .*delete it"):
+        report([tmp_path / "copy"], tmp_path / "page")
 
 
 def test_cost_times_every_variant(data):

@@ -215,3 +215,62 @@ def test_a_figure_by_strength_needs_three_of_them(tmp_path):
     (figure,) = sweeps(gather(runs))
     assert figure.panel.ticks == ["plain", "0.3", "1", "3"]
     assert figure.panel.lines[0].y == pytest.approx([50.0, 3.0, 10.0, 30.0])
+
+
+def test_the_baseline_comes_first_and_is_drawn_in_grey(tmp_path):
+    """The colour of a series is that of its place, and the first place has grey."""
+    strong, plain = write_run(tmp_path / "strong", strength=1.0), write_run(tmp_path / "plain", alpha=1.0)
+    assert gather([strong, plain]).names == ["plain", "strong"]
+    page = report([strong, plain], tmp_path / "page").read_text()
+    assert "compared with plain" in page
+    assert gather([strong]).names == ["strong"]
+
+
+def test_runs_of_one_epoch_have_tables_and_no_curves(tmp_path):
+    run = write_run(tmp_path / "a")
+    (first, _) = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text(json.dumps(json.loads(first) | {"lr": 0.03, "step_seconds": 0.002}) + "\n")
+    page = report([run], tmp_path / "page")
+    text = page.read_text()
+    assert "Every run has one epoch, so there are no curves" in text
+    assert "<figure" not in text
+    assert re.search(r"Learning rate</th><th[^>]*>Time of a step, ms</th>", text)
+    assert "0.0300" in text
+    other = write_run(tmp_path / "b", lr=0.2)
+    assert report([run, other], tmp_path / "both").read_text().count("<figure") > 2
+
+
+def test_single_runs_beside_a_comparison_are_named(tmp_path):
+    about = {"data": {"name": "digits", "train": 1, "val": 1, "shape": [1, 8, 8], "classes": []}, "config": {},
+             "model": {"parameters": 1, "layers": ""}, "variants": [{"name": "a", "folder": "a", "settings": {}}],
+             "baseline": "a", "seeds": 1, "versions": {}, "machine": {}}  # fmt: skip
+    write_run(tmp_path / "compared" / "a" / "seed-0")
+    (tmp_path / "compared" / "compare.json").write_text(json.dumps(about))
+    study = gather([tmp_path / "compared", write_run(tmp_path / "mine", task={"data": "mnist"})])
+    assert study.notes[0].startswith("Not part of the comparison: mine.")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("metrics.jsonl", '{"epo', "metrics.jsonl, line 1 is damaged: it is not JSON"),
+        ("metrics.jsonl", "{}", "metrics.jsonl, line 1 lacks the key 'train_loss'"),
+        ("run.json", "{", "run.json is damaged: it is not JSON"),
+        ("run.json", '{"config": 3}', "run.json: config: expected an object, got 3"),
+        ("robustness.json", "[]", r"robustness.json: expected an object, got \[\]"),
+        ("variances.json", "{}", "variances.json lacks the key 'start'"),
+        ("compare.json", "{}", "compare.json lacks the key 'data'"),
+        ("compare.json", '{"data": {', "compare.json is damaged: it is not JSON"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, file, content, words):
+    run = write_run(tmp_path / "a")
+    (run / file).write_text(content)
+    with pytest.raises(ValueError, match=words):
+        report([run], tmp_path / "page")
+
+
+def test_a_folder_of_runs_names_them(tmp_path):
+    runs = [write_run(tmp_path / "runs" / name) for name in ("a", "b")]
+    with pytest.raises(FileNotFoundError, match=f"give the runs in it: threepass report {runs[0]} {runs[1]}"):
+        gather([tmp_path / "runs"])

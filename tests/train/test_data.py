@@ -364,7 +364,7 @@ def test_arrays_with_pickled_objects_are_refused(tmp_path):
     ("damage", "message"),
     [
         (lambda content: b"", "is damaged, or holds no array of numbers"),
-        (lambda content: b"garbage", "is damaged, or holds no array of numbers"),
+        (lambda content: b"garbage", r"is damaged, or holds no array of numbers \(it starts with b'garbag'\)"),
         (lambda content: content[: len(content) // 2], "is damaged, or holds no array of numbers"),
         (lambda content: content[:200] + b"garbled" + content[207:], "x_train is damaged, or is no array of numbers"),
     ],
@@ -384,6 +384,12 @@ def test_an_array_alone_is_no_data_set(tmp_path):
         np.save(file, np.zeros(3))
     with pytest.raises(DataError, match="holds one array and no names"):
         load(tmp_path / "mine.npz")
+
+
+def test_a_data_set_prints_in_one_line():
+    text = repr(load("digits"))
+    assert "[1437, 1, 8, 8], y=int64[1437])" in text
+    assert len(text) < 400
 
 
 def test_a_class_that_only_validation_has_is_said():

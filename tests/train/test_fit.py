@@ -17,8 +17,9 @@ import threepass
 from threepass.cli import main
 from threepass.compile import inductor
 from threepass.errors import LossReductionWarning
+from threepass.models import mlp
 from threepass.train.config import Config
-from threepass.train.data import DataError, from_dataset
+from threepass.train.data import DataError, from_dataset, load
 from threepass.train.loop import fit
 
 
@@ -242,7 +243,7 @@ def test_divergence_in_the_program(tmp_path, monkeypatch, capsys):
 
 
 def test_one_line_an_epoch_without_a_terminal(capsys):
-    fit(simple(), data(), epochs=3, batch_size=10)
+    fit(simple(), data(), epochs=3, batch_size=10, strength=0.1)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
     assert "validation error" in lines[0]
@@ -353,3 +354,18 @@ def test_moving_average_by_hand(update, tmp_path):
             torch.testing.assert_close(p.detach(), z)
     out = whole.model.eval()(((data().val.x.float() / 255) - 0.5) / 0.3)
     assert whole.history[-1]["val_loss"] == pytest.approx(F.cross_entropy(out, data().val.y).item(), rel=1e-5)
+
+
+def test_an_alpha_that_shortens_steps_is_said_first(capsys):
+    digits, settings = load("digits"), {"epochs": 1, "batch_size": 512, "probe_every": 0}
+    fit(mlp(64, 8, 10), digits, **settings)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("alpha 0.1 multiplies backpropagation's gradient too: lr 0.1 acts like 0.01 in plain")
+    for own in ({"strength": 0.1}, {"alpha": 1.0}, {"eta_over_alpha": True, "lr": 0.01}):
+        fit(mlp(64, 8, 10), digits, **settings, **own)
+        assert "multiplies" not in capsys.readouterr().err
+
+
+def test_a_device_is_no_setting():
+    with pytest.raises(ValueError, match="unknown setting 'device': training runs on the device of the model"):
+        fit(mlp(64, 8, 10), load("digits"), device="cuda")

@@ -34,11 +34,18 @@ def test_train_uses_the_recipe_of_its_model_and_data():
 
 def test_without_a_recipe_training_starts_with_a_strength_and_the_learning_rate_of_plain_training():
     assert config_of("--data", "mine.npz") == Config(strength=0.1)
-    assert config_of("--model", "vit", "--data", "mnist") == Config(strength=0.1, mode="exact")
-    assert config_of("--model", "vit", "--strength", "1", "--mode", "paper") == Config(strength=1.0)
+    assert config_of("--model", "resnet20", "--data", "mnist") == Config(strength=0.1, mode="exact")
+    assert config_of("--model", "resnet20", "--strength", "1", "--mode", "paper") == Config(strength=1.0)
     assert config_of("--data", "mine.npz", "--alpha", "0.5") == Config(alpha=0.5)
     values = parse(["compare", "--data", "mine.npz"])[1].arguments
     assert (values["alphas"], values["strengths"], values["config"]) == ((), (0.1, 0.3, 1.0), Config())
+
+
+@pytest.mark.parametrize("model", ["plain20", "vit"])
+def test_without_a_recipe_nets_that_need_a_lower_learning_rate_start_with_it(model):
+    assert config_of("--model", model, "--data", "mnist").lr == 0.01
+    assert parse(["compare", "--model", model, "--data", "mnist"])[1].arguments["config"].lr == 0.01
+    assert config_of("--model", model, "--data", "mnist", "--lr", "0.1").lr == 0.1
 
 
 @pytest.mark.parametrize(
@@ -48,8 +55,10 @@ def test_without_a_recipe_training_starts_with_a_strength_and_the_learning_rate_
         (["--data", "mine.npz"], ["no recipe for mlp on mine.npz: strength 0.1, to start with at the lear"]),
         (["--data", "mine.npz", "--alpha", "0.5"], ["alpha 0.5 multiplies backpropagation's gradient too: lr 0.1 "]),
         (["--data", "mine.npz", "--alpha", "0.5", "--eta-over-alpha"], []),
-        (["--data", "mine.npz", "--alpha", "0.5", "--optimizer", "adam"], []),
+        (["--data", "mine.npz", "--alpha", "0.5", "--optimizer", "adam", "--lr", "0.01"], []),
         (["--data", "mine.npz", "--alpha", "1"], []),
+        (["--data", "mine.npz", "--alpha", "1", "--optimizer", "adamw"], ["lr 0.1 was chosen for sgd: give the lear"]),
+        (["--data", "mine.npz", "--alpha", "1", "--optimizer", "adamw", "--lr", "0.001"], []),
     ],
 )  # fmt: skip
 def test_training_says_first_what_was_chosen(words, said, tmp_path, monkeypatch, capsys):
@@ -115,11 +124,11 @@ def search(monkeypatch):
     return importlib.import_module("recipes")
 
 
-@pytest.mark.parametrize("data", ["mnist", "digits"])
-def test_the_files_of_the_search_have_the_rows_of_its_script(data, search):
-    found = [row["settings"] for row in rows_of(ROOT / "results" / "recipes" / f"{data}-search.json")]
-    assert all(settings in found for settings in search.settings_of(data))
-    assert all(settings in search.settings_of(data, seeds=3) for settings in found)
+@pytest.mark.parametrize("task", ["mnist", "digits", "vit"])
+def test_the_files_of_the_search_have_the_rows_of_its_script(task, search):
+    found = [row["settings"] for row in rows_of(ROOT / "results" / "recipes" / f"{task}-search.json")]
+    assert all(settings in found for settings in search.settings_of(task))
+    assert all(settings in search.settings_of(task, seeds=3) for settings in found)
 
 
 def test_a_quick_search_runs_to_its_end_and_goes_on_where_it_stopped(search, tmp_path, monkeypatch, capsys):

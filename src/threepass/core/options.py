@@ -13,6 +13,8 @@ from .penalty import Penalty, check_penalty
 from .ranks import check_parallel
 from .wrt import Wrt, as_wrt, check_wrt, inputs_of, leaves_of
 
+ALPHA = 0.1  # the paper's, and the default; of this very object, `ThreePass` knows that nobody chose it
+
 
 class InputOptions(Protocol):
     """The options that say what counts as the input of the net."""
@@ -34,7 +36,7 @@ class Options:
     scale(part)  t_0 is this times dl/dx, where l is that mean loss
     """
 
-    alpha: float = 0.1
+    alpha: float = ALPHA
     reduction: str = "batch"
     mode: str = "paper"
     strength: float | None = None

@@ -39,13 +39,15 @@ from ..step import add_to_grad
 from ..train.config import Config
 from ..train.config_file import as_toml
 from ..train.data import Batches, DataSet, load
+from ..train.files import read_object
 from ..train.folder import fresh
 from ..train.loop import fit
 from ..train.optimizer import make_optimizer
 from ..train.trainer import Trainer
 from . import robust
-from .gather import read
+from .gather import COMPARED, gather, read
 from .report import report
+from .report_tables import common_settings, in_lines
 
 FORMAT = 1
 EXAMPLES = 8  # images that are shown
@@ -132,13 +134,16 @@ def compare(
         Trainer(_fresh_model(make_model, data, 0), data, variant.config(config, 0), loss_fn)
     out = Path(out) if resume else fresh(Path(out))
     plan = Comparison(data, make_model, config, variants, seeds, loss_fn, sigmas, radii)
-    _begin(out, plan.described() | {"about": about, "command": command}, resume)
-    saved = out / "compare.json"
-    print(f"# common settings, saved in {saved}\n{as_toml(config.to_dict())}", file=sys.stderr, flush=True)
+    described = plan.described() | {"about": about, "command": command}
+    _begin(out, described, resume)
+    saved, shared = out / "compare.json", as_toml(common_settings(config.to_dict(), described["variants"]))
+    methods = "\n".join(f"# {v.name}: {_listed(v.settings)}" for v in variants)
+    _note(f"# common settings, saved in {saved}\n{shared}\n# methods\n{methods}")
     for seed in range(seeds):
-        for variant in variants:
+        for k, variant in enumerate(variants):
             folder = out / variant.folder / f"seed-{seed}"
             if not (folder / "result.json").exists():
+                _note(f"# run {seed * len(variants) + k + 1} of {seeds * len(variants)}: {variant.name}, seed {seed}")
                 result = _train(plan, variant, seed, folder)
                 say(f"seed {seed}  {variant.name:<24} {_in_words(result)}")
     if not (out / "examples.safetensors").exists():
@@ -146,8 +151,18 @@ def compare(
     described = json.loads((out / "compare.json").read_text())
     if "cost" not in described:
         write_json(out / "compare.json", described | {"cost": cost(data, make_model, config, variants, loss_fn)})
+    for line in in_lines(gather([out])):
+        say(line)
     say(f"report: {report([out], out)}")
     return out
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _listed(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
 
 
 def digits_demo(out: Path = Path("runs/demo"), **options: Any) -> Path:
@@ -391,7 +406,7 @@ def _begin(out: Path, now: dict[str, Any], resume: bool) -> None:
     if not (resume and (out / "compare.json").exists()):
         write_json(out / "compare.json", now)
         return
-    before = json.loads((out / "compare.json").read_text())
+    before = read_object(out / "compare.json", COMPARED)
     keys = ("data", "model", "config", "variants", "seeds", "sigmas", "radii")
     changed = [k for k in keys if before.get(k) != json.loads(json.dumps(now[k]))]
     if changed:

@@ -1,9 +1,11 @@
 """Images and their input gradients under every method of a comparison."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -25,12 +27,19 @@ class Gallery(NamedTuple):
 def galleries(study: Study) -> Iterator[Gallery]:
     for folder, about in study.compared:
         file = folder / "examples.safetensors"
-        kept = load_file(file) if file.exists() else {}
+        kept = _read_examples(file) if file.exists() else {}
         names = [v["name"] for v in about["variants"] if f"gradient/{v['name']}" in kept]
         if names and kept["pixels"].dim() == 4:
             lengths = _lengths(kept, names, about["baseline"])
             examples = len(kept[f"norm/{names[0]}"])
             yield Gallery(study.heading(folder), examples, lengths, _tiles(kept, names, about["data"]["classes"]))
+
+
+def _read_examples(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged ({error}): delete it, and the page does without its images") from error
 
 
 def _tiles(kept: dict[str, Tensor], names: Sequence[str], classes: Sequence[str]) -> Table:

@@ -7,16 +7,25 @@ options, initialisation, and every setting. Only series of the same data and mod
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..page.render import count
 from ..train.config import NOT_WITH_STRENGTH, Config
+from ..train.files import Kinds, read_object
 from .intervals import Difference, paired
 
 Measure = Callable[["Run"], float | None]
+LOSSES = ("train_loss", "val_loss", "train_input_loss", "val_input_loss")  # that every epoch has
+COMPARED: dict[str, Kinds] = {
+    "data": (dict,), "model": (dict,), "config": (dict,), "variants": (list,), "baseline": (str,), "seeds": (int,),
+    "versions": (dict,), "machine": (dict,),
+}  # fmt: skip
+CONFIGURED: dict[str, Kinds] = {"config": (dict,)}
+ROBUST: dict[str, Kinds] = {"noise": (dict,), "fgsm": (dict,), "pgd": (dict,)}
+VARIANCES: dict[str, Kinds] = {"start": (list,), "end": (list,)}
 # Settings that do not change what a run computes, but for rounding
 WITHOUT_EFFECT = (
     "compile",
@@ -123,7 +132,7 @@ def gather(folders: Sequence[Path]) -> Study:
     several = sum((place / "compare.json").exists() for place in places) > 1
     for place, folder in places.items():
         if (place / "compare.json").exists():
-            about = json.loads((place / "compare.json").read_text())
+            about = read_object(place / "compare.json", COMPARED)
             study.compared.append((place, about))
             study.groups += _compared(place, about, f"{place.name}: " if several else "")
         elif (place / "metrics.jsonl").exists():
@@ -133,15 +142,16 @@ def gather(folders: Sequence[Path]) -> Study:
                     f"{folder}: reports compare validation errors, and this run has none: it has no classes"
                 )
         else:
-            near = Path("runs") / folder
-            hint = "give a folder that `threepass compare` or `threepass train` wrote"
-            if near.is_dir():
-                hint = f"did you mean {near}?"
             raise FileNotFoundError(
-                f"{folder} holds no run: there is neither compare.json nor metrics.jsonl in it; {hint}"
+                f"{folder} holds no run: there is neither compare.json nor metrics.jsonl in it; {_what_to_give(folder)}"
             )
     study.loose = _grouped(single, study.notes)
     study.groups += study.loose
+    if study.compared and study.loose:
+        names = ", ".join(group.name for group in study.loose)
+        study.notes.append(
+            f"Not part of the comparison: {names}. The last table has the data and the model that each was trained on."
+        )
     if not any(run.history for group in study.groups for run in group.runs):
         raise ValueError(f"nothing to report on: no run in {', '.join(map(str, folders))} has finished an epoch")
     for group in study.groups:
@@ -150,6 +160,17 @@ def gather(folders: Sequence[Path]) -> Study:
             study.notes.append(f"{group.name}: {n} of {runs} diverged and left out of all figures.")
     study.notes += _unequal_lengths(study.groups)
     return study
+
+
+def _what_to_give(folder: Path) -> str:
+    """Instead of a folder that holds no run: one of that name in runs/, or the runs inside of it."""
+    near = Path("runs") / folder
+    if near.is_dir() and near != folder:
+        return f"did you mean {near}?"
+    inside = sorted(p.parent for name in ("compare.json", "metrics.jsonl") for p in folder.glob(f"*/{name}"))
+    if inside:
+        return f"give the runs in it: threepass report {' '.join(map(str, inside[:8]))}{' ...' * (len(inside) > 8)}"
+    return "give a folder that `threepass compare` or `threepass train` wrote"
 
 
 def _unequal_lengths(groups: Sequence[Group]) -> list[str]:
@@ -164,20 +185,34 @@ def _unequal_lengths(groups: Sequence[Group]) -> list[str]:
 def read(folder: Path) -> Run:
     """One run; what is not there is None. It has diverged if its last epoch's losses are not finite."""
 
-    def content(name: str) -> Any:
-        return json.loads((folder / name).read_text()) if (folder / name).exists() else None
+    def content(name: str, keys: Mapping[str, Kinds]) -> dict[str, Any] | None:
+        return read_object(folder / name, keys) if (folder / name).exists() else None
 
-    metrics = folder / "metrics.jsonl"
-    history = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    about = content("result.json") or content("run.json") or content("checkpoint/state.json") or {}
+    history = _read_metrics(folder / "metrics.jsonl")
+    files = ("result.json", "run.json", "checkpoint/state.json")
+    about = next((found for name in files if (found := content(name, CONFIGURED))), {})
     config = about.get("config", {})
     diverged = bool(history) and not is_finite(history[-1])
-    measured = content("robustness.json"), content("variances.json")
+    measured = content("robustness.json", ROBUST), content("variances.json", VARIANCES)
     return Run(folder, _task(folder, about), config.get("seed", 0), diverged, history, config, *measured)
 
 
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    """One epoch a line; none where there is no such file."""
+    history = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), 1):
+        try:
+            epoch = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is damaged: it is not JSON ({error})") from error
+        if lacking := [key for key in LOSSES if key not in epoch]:
+            raise ValueError(f"{path}, line {number} lacks the key {lacking[0]!r}")
+        history.append(epoch)
+    return history
+
+
 def is_finite(metrics: dict[str, Any]) -> bool:
-    return all(math.isfinite(metrics[k]) for k in ("train_loss", "val_loss", "train_input_loss", "val_input_loss"))
+    return all(math.isfinite(metrics[k]) for k in LOSSES)
 
 
 def _task(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +250,7 @@ def _grouped(runs: Sequence[Run], notes: list[str]) -> list[Group]:
         group.baseline = min(plain or rivals[:1], key=lambda g: len(differing([g, group])))
         if "unknown" in group.runs[0].task and len(groups) > 1:
             notes.append(f"{group.name}: its files do not name data and model, so it is compared with no other series.")
-    return groups
+    return sorted(groups, key=lambda group: group.baseline is not group)  # the first series is drawn in grey
 
 
 def _one_a_seed(group: Group, notes: list[str]) -> list[Run]:

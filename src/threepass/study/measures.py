@@ -28,7 +28,7 @@ def columns(study: Study) -> dict[str, Column]:
         at = next((at for group in study.groups if (at := middle(group, kind)) is not None), None)
         if at is not None:
             of = partial(Run.accuracy, kind=kind, at=at)
-            found[f"right at {name.removeprefix('Gaussian ')} {at:g}, %"] = Column(of, "high")
+            found[f"accuracy at {name.removeprefix('Gaussian ')} {at:g}, %"] = Column(of, "high")
     return found
 
 

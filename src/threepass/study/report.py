@@ -32,9 +32,12 @@ def report(runs: Sequence[Path], out: Path | None = None) -> Path:
     out = fresh(Path("runs/report")) if out is None else out
     page = Path(out) if Path(out).suffix == ".html" else Path(out) / "report.html"
     measured = [run.robustness for group in study.groups for run in group.complete if run.robustness]
+    dynamics, single = list(figures.dynamics(study)), None
+    if dynamics and not figures.has_curves(study):
+        dynamics, single = [], tables.of_one_epoch(study, dynamics)
     made = {
         "curves": list(figures.curves(study)),
-        "dynamics": list(figures.dynamics(study)),
+        "dynamics": dynamics,
         "sweeps": list(figures.sweeps(study)),
         "attacked": list(figures.robustness(study)),
         "layers": list(figures.variances(study)),
@@ -45,6 +48,7 @@ def report(runs: Sequence[Path], out: Path | None = None) -> Path:
         [figure for drawn in made.values() for figure in drawn],
         **made,
         study=study,
+        single=single,
         cards=list(_cards(study)),
         totals=tables.totals(study),
         differences=tables.differences(study),
@@ -70,6 +74,7 @@ class Finding(NamedTuple):
 class Card(NamedTuple):
     series: int
     name: str
+    against: str
     findings: list[Finding]
 
 
@@ -87,7 +92,7 @@ def _cards(study: Study) -> Iterator[Card]:
             if at is not None:
                 of = partial(Run.accuracy, kind=kind, at=at)
                 findings.append(_finding(f"Accuracy under {ATTACKS[kind]}, {size} {at:g}", group, of))
-        yield Card(k, group.name, [finding for finding in findings if finding is not None])
+        yield Card(k, group.name, group.baseline.name, [finding for finding in findings if finding is not None])
 
 
 def _finding(what: str, group: Group, of: Measure) -> Finding | None:

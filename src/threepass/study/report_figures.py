@@ -20,7 +20,14 @@ FEWEST = 3  # strengths or alphas that a figure over them is drawn for
 Metrics = dict[str, Any]  # of one epoch
 
 
+def has_curves(study: Study) -> bool:
+    """Whether some series has two epochs: the figures of one are numbers in a table."""
+    return any(len(run.history) > 1 for group in study.groups for run in group.complete)
+
+
 def curves(study: Study) -> Iterator[Figure]:
+    if not has_curves(study):
+        return
     for key, (title, caption) in CURVES.items():
         lines, scale = [], 100 if key == "error" else 1
         for k, group in enumerate(study.groups):

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+from ..page.figure import Figure
 from ..page.render import count
 from ..page.writer import Cell, Table
+from ..train.config import NOT_WITH_STRENGTH
 from .gather import Group, Measure, Study, differing
 from .intervals import Difference
 from .measures import columns, log_input_loss
@@ -25,6 +27,26 @@ def totals(study: Study) -> Table:
             row.append(Cell(write(fmean(seeds)), spread, best=is_best) if seeds else Cell("–"))
     caption = "On validation examples, but for the training loss: mean ± standard deviation over seeds; ★: best mean."
     return Table(caption, list(found), list(zip(study.names, cells, strict=True)))
+
+
+def in_lines(study: Study) -> list[str]:
+    """What came of every series in one line each, under one of headings, for a terminal: means over seeds."""
+    table = totals(study)
+    kept = [
+        i for i, name in enumerate(table.columns) if name.startswith(("final error", "final input", "accuracy at PGD"))
+    ]
+    count_of = [len(group.complete) for group in study.groups]
+    heads = ["", *(table.columns[i] for i in kept), "seeds"]
+    rows = [
+        [name, *(f"{cells[i].text} {cells[i].below}".replace("\N{NO-BREAK SPACE}", " ").strip() for i in kept), str(n)]
+        for (name, cells), n in zip(table.rows, count_of, strict=True)
+    ]
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    lines = []
+    for first, *rest in [heads, *rows]:
+        numbers = (f"{text:>{width}}" for text, width in zip(rest, widths[1:], strict=True))
+        lines.append("  ".join([f"{first:<{widths[0]}}", *numbers]))
+    return lines
 
 
 def _is_best(group: Group, groups: Sequence[Group], of: Measure, better: str) -> bool:
@@ -91,6 +113,18 @@ def minus(text: str) -> str:
     return text.replace("-", "−")
 
 
+def of_one_epoch(study: Study, figures: Sequence[Figure]) -> Table:
+    """The values of figures over epochs as a table, where no series has more than one epoch."""
+    cells: list[list[Cell]] = [[] for _ in study.groups]
+    for figure in figures:
+        values = {line.series: line.y[0] for line in figure.panel.lines}
+        write = same_digits(list(values.values()))
+        for k, row in enumerate(cells):
+            row.append(Cell(write(values[k])) if k in values else Cell("–"))
+    heads = [figure.panel.title for figure in figures]
+    return Table("In the only epoch, means over seeds.", heads, list(zip(study.names, cells, strict=True)))
+
+
 def costs(study: Study) -> Iterator[Table]:
     for folder, about in study.compared:
         seconds = about.get("cost", {}).get("seconds", {})
@@ -120,9 +154,26 @@ class Settings(NamedTuple):
 def settings(study: Study) -> Iterator[Settings]:
     for folder, about in study.compared:
         rows = [(v["name"], [Cell(_listed(v["settings"]))]) for v in about["variants"]]
+        shared = common_settings(about["config"], about["variants"])
         table = Table("What the methods differ in.", ["settings"], rows, "words")
         machine = "; ".join(f"{name} {value}" for name, value in (about["versions"] | about["machine"]).items())
-        yield Settings(study.heading(folder), about, table, json.dumps(about["config"], indent=1), machine)
+        yield Settings(study.heading(folder), about, table, json.dumps(shared, indent=1), machine)
+
+
+def common_settings(config: dict[str, Any], variants: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The settings that all variants of a comparison share: without those that one has a value of its own for.
+
+    >>> common_settings(
+    ...     {"lr": 0.1, "alpha": 0.1, "reduction": "batch", "mode": "paper", "strength": None, "seed": 0},
+    ...     [{"settings": {"alpha": 1.0}}, {"settings": {"strength": 0.3, "mode": "exact"}}],
+    ... )
+    {'lr': 0.1}
+    """
+    own = {name for v in variants for name in v["settings"]} | {"seed"}
+    third = [v["settings"] for v in variants if v["settings"].get("alpha") != 1.0]
+    if all(settings.get("strength") is not None for settings in third):
+        own |= {*NOT_WITH_STRENGTH}
+    return {name: value for name, value in config.items() if name not in own}
 
 
 def loose(study: Study) -> Table | None:

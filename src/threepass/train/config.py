@@ -205,6 +205,8 @@ class Config:
             if key not in known:
                 near = difflib.get_close_matches(SYNONYMS.get(key, key), known, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
+                if key == "device":
+                    hint = ": training runs on the device of the model, so move model and data there"
                 raise ValueError(f"unknown setting {key!r}{hint}")
         unused = {name for name in NOT_WITH_STRENGTH if settings.get(name, 0) is None}
         return cls(**{name: value for name, value in settings.items() if name not in unused})

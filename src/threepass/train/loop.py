@@ -13,6 +13,7 @@ Everything that a step depends on is a function of the config and of its positio
 data order, augmentation. So a run that stops after any step goes on from its checkpoint as if it had not stopped.
 """
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from .config import Config
 from .feed import Data
 from .folder import created, resumed
 from .metrics import LossFn, Metric
+from .recipes import alpha_in_words
 from .trainer import AfterStep, Trainer
 
 
@@ -87,6 +89,8 @@ def fit(
         settings, penalty = settings | {"penalty": penalty}, None
     config = (config or Config()).with_settings(settings)
     trainer = Trainer(model, data, config, loss_fn, metric, penalty, logger=logger)
+    if not resume and (words := alpha_in_words(config)):
+        print(words, file=sys.stderr)
     if folder is None:
         return _result(trainer.run(after_step, keep_going), model)
     with resumed(Path(folder)) if resume else created(Path(folder)) as files:

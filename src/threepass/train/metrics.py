@@ -85,3 +85,21 @@ def in_words(metrics: dict[str, Any]) -> str:
     shown = f"{metrics[name]:.2%}" if name == "val_error" else f"{metrics[name]:.4g}"
     words = name.removeprefix("val_").replace("_", " ")
     return f"validation {words} {shown}, input loss {metrics['val_input_loss']:.3g}"
+
+
+def guessing_in_words(metrics: dict[str, Any], y: Tensor) -> str | None:
+    """A warning where an epoch's validation error is no better than always predicting the most frequent class.
+
+    >>> guessing_in_words({"val_error": 0.5}, torch.tensor([0, 0, 1, 2]))[:49]
+    'a validation error of 50.00% is no better than al'
+    >>> guessing_in_words({"val_error": 0.4}, torch.tensor([0, 0, 1, 2]))
+    """
+    if "val_error" not in metrics or y.is_floating_point():
+        return None
+    guessing = 1 - (y.bincount().max() / len(y)).item()
+    if metrics["val_error"] < guessing - 1e-6:
+        return None
+    return (
+        f"a validation error of {metrics['val_error']:.2%} is no better than always predicting the most frequent "
+        "class: the model has learned nothing; try a smaller learning rate, or more epochs"
+    )

@@ -1,7 +1,8 @@
 """Settings that work, by model and data set: the defaults of `threepass train` and `threepass compare`.
 
 Each was found by training, and `results` names the files of those runs. Where there is no recipe, a run starts with
-strength 0.1, which needs no other learning rate than plain training, and all else has the defaults of `Config`.
+strength 0.1, which needs no other learning rate than plain training, and all else has the defaults of `Config`, but for
+the learning rates in STARTS.
 """
 
 import re
@@ -50,6 +51,9 @@ RECIPES: dict[tuple[str, str], Recipe] = {
 
 
 STRENGTHS = (0.1, 0.3, 1.0)  # to begin with, where there is no recipe
+# The learning rate of SGD where there is no recipe, for nets to which Config's 0.1 does not suit: of plain, the paper's
+# (results/paper/table2.json); of vit, by its errors on digits (results/recipes/vit-search.json).
+STARTS: dict[str, Settings] = {"plain": {"lr": 0.01}, "vit": {"lr": 0.01}}
 WITH_NORMS = ("resnet", "vit")  # of `threepass.models`; paper mode leaves out the curvature of norms
 
 
@@ -60,7 +64,9 @@ def find(model: str, data: str) -> Recipe | None:
 def _find_or_start(model: str, data: str) -> Recipe:
     """The recipe, or what to start with where there is none."""
     mode = {"mode": "exact"} if _without_depth(model) in WITH_NORMS else {}
-    start = Recipe({}, {"strength": STRENGTHS[0]} | mode, {"strengths": STRENGTHS}, None)
+    start = Recipe(
+        STARTS.get(_without_depth(model), {}), {"strength": STRENGTHS[0]} | mode, {"strengths": STRENGTHS}, None
+    )
     return find(model, data) or start
 
 
@@ -110,7 +116,7 @@ def compare_defaults(model: str, data: str, given: Collection[str]) -> Settings:
 def choice_in_words(model: str, data: str, chosen: Settings) -> str:
     """What was chosen for the flags that a user left out, and why.
 
-    >>> choice_in_words("vit", "mnist", train_defaults("vit", "mnist", ()))
+    >>> choice_in_words("vit", "mnist", train_defaults("vit", "mnist", ["lr"]))
     'no recipe for vit on mnist: strength 0.1, mode exact, to start with at the learning rate of plain training'
     """
     words = ", ".join(f"{name} {_shown(value)}" for name, value in chosen.items() if value != ())
@@ -128,8 +134,16 @@ def alpha_in_words(config: Config) -> str | None:
         return None
     return (
         f"alpha {config.alpha:g} multiplies backpropagation's gradient too: lr {config.lr:g} acts like "
-        f"{config.lr * config.alpha:g} in plain training (--eta-over-alpha divides lr by alpha, as the paper does)"
+        f"{config.lr * config.alpha:g} in plain training (eta_over_alpha, --eta-over-alpha, divides lr by alpha, as "
+        "the paper does; strength in place of alpha leaves lr as it is)"
     )
+
+
+def lr_in_words(config: Config, given: Collection[str]) -> str | None:
+    """That the learning rate is one of SGD's, where the user chose another optimizer and no learning rate."""
+    if config.optimizer == "sgd" or "lr" in given:
+        return None
+    return f"lr {config.lr:g} was chosen for sgd: give the learning rate of {config.optimizer} by --lr"
 
 
 def _shown(value: Any) -> str:

@@ -23,6 +23,7 @@ KEYS: dict[str, Kinds] = {
     "data": (str,), "model": (str,), "model_options": (dict,), "init": (str, type(None)),
     "data_dir": (str, type(None)), "device": (str,), "config": (dict,),
 }  # fmt: skip
+DEVICES = "cpu, cuda, cuda:N or auto"
 WHERE = ("data_dir", "device")  # a run may go on elsewhere
 
 
@@ -46,10 +47,14 @@ class Run:
     def make_model(self, data: DataSet) -> nn.Module:
         """The model with the initial weights of the run's seed, on the data's device."""
         torch.manual_seed(self.config.seed)
+        return self.fresh_model(data).to(data.train.x.device)
+
+    def fresh_model(self, data: DataSet) -> nn.Module:
+        """The model with initial weights of PyTorch's random state."""
         model = build(self.model, data, **self.model_options)
         if self.init is not None:
             init_(model, self.init)
-        return model.to(data.train.x.device)
+        return model
 
     def load(self) -> DataSet:
         return load(self.data, self.data_dir, device=find_device(self.device))
@@ -99,11 +104,17 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"device must be cpu, cuda, cuda:N or auto, got {name!r}") from error
+        raise ValueError(f"device must be {DEVICES}, got {name!r}") from error
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise ValueError(f"device must be {DEVICES}, got {name!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
         found = f"there are {count} CUDA devices" if count else "PyTorch finds no CUDA device"
         raise ValueError(f"device {name}: {found}; --device cpu or --device auto trains without one")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(
+            f"device {name}: PyTorch finds no MPS device; --device cpu or --device auto trains without one"
+        )
     return device
 
 

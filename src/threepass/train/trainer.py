@@ -19,7 +19,7 @@ from .average import MovingAverage
 from .captured import CapturedSteps
 from .checks import choose_loss_and_metric
 from .config import RESUME_MAY_CHANGE, Config
-from .data import LoaderBatches
+from .data import DataSet, LoaderBatches
 from .feed import Data, feed
 from .folder import RunFolder, event_names
 from .interrupts import Interrupts, interrupts_between_steps
@@ -52,6 +52,7 @@ class Trainer:
         logger: Logger | None = None,
     ):
         self.model, self.config, self.ranks, self.logger = model, config, ranks, logger
+        self.labels = data.val.y if isinstance(data, DataSet) else None  # of validation, for data in memory
         if ranks.size > 1 and config.sam:
             raise ValueError("sam is for one process: it perturbs the weights along the gradient of a whole batch")
         self.penalty = config.penalty if penalty is None else penalty

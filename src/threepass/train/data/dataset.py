@@ -29,6 +29,10 @@ class Split:
     def __len__(self) -> int:
         return len(self.y)
 
+    def __repr__(self) -> str:
+        x, y = (f"{str(z.dtype).removeprefix('torch.')}{list(z.shape)}" for z in (self.x, self.y))
+        return f"Split(x={x}, y={y})"
+
     def to(self, device: Device) -> "Split":
         return Split(self.x.to(device), self.y.to(device))
 

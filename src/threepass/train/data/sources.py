@@ -123,6 +123,10 @@ def _part(archive: Any, key: str, file: Path) -> np.ndarray:
 def _opened(file: Path) -> Iterator[Any]:
     """What NumPy finds in a file; an archive's arrays are read when they are asked for."""
     with open(file, "rb") as content:
+        start = content.read(6)
+        if not start.startswith((b"PK", b"\x93NUMPY")):  # NumPy takes whatever else there is for a pickle
+            raise DataError(f"{file} is damaged, or holds no array of numbers (it starts with {start!r})")
+        content.seek(0)
         try:
             found = np.load(content, allow_pickle=False)
         except DAMAGED as error:
