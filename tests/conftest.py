@@ -3,6 +3,7 @@ import os
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch._subclasses.fake_tensor import is_fake
 
 settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 settings.register_profile("explore", deadline=None, suppress_health_check=list(HealthCheck), max_examples=2000)
@@ -30,3 +31,15 @@ def one_thread():
 def traced_for_kernels(monkeypatch):
     """As on a GPU: in a trace with kernels, fusible formulas are one node each."""
     monkeypatch.setattr("threepass.kernels.fusible.runs_on", lambda device: True)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch, traced_for_kernels):
+    """A function: after its call, traced graphs have the operations of a kernel package, run in plain PyTorch."""
+
+    def use(package):
+        fits = package.fits
+        monkeypatch.setattr(package, "fits", lambda *z: is_fake(z[0]) and fits(*z))
+        monkeypatch.setattr(package, "runs_on", lambda device: True)
+
+    return use

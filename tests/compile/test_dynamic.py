@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from watched import Watched
 
 import threepass
-from threepass._torch_compat import FakeTensor
 from threepass.compile import capture, inductor
 from threepass.compile.dynamic import SymbolicInputs
 from threepass.compile.programs import Programs
@@ -323,11 +322,9 @@ def test_the_check_runs_at_capture_and_with_the_first_other_sizes(monkeypatch):
 
 
 @pytest.mark.usefixtures("graph_only")
-def test_a_step_with_kernels_stays_static(monkeypatch, caplog):
-    """As on a GPU: the activation's operation stands in the first program."""
-    fits = activation.fits
-    monkeypatch.setattr(activation, "fits", lambda *z: isinstance(z[0], FakeTensor) and fits(*z))
-    monkeypatch.setattr(activation, "runs_on", lambda device: True)
+def test_a_step_with_kernels_stays_static(as_on_a_gpu, caplog):
+    """The activation's operation is in the first program."""
+    as_on_a_gpu(activation)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 3))
     step = threepass.ThreePass(model, F.cross_entropy, compile="require")

@@ -9,7 +9,6 @@ import pytest
 import torch
 from interpreter import check_results, interpreted, needs_triton
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 
 from threepass import models
@@ -99,18 +98,16 @@ def _check_case(shape, kind) -> None:
         assert not activation.fits(z["a"].double(), z["r"].double())
         assert not activation.fits(z["a"], z["r"].transpose(0, 1).contiguous().transpose(0, 1))
         exact = {name: value.double() for name, value in z.items()}
-        for changed in ({}, {"again": True}, {"d": None, "t": None}):
+        for changed in ({}, {"with_u": True}, {"d": None, "t": None}):
             call = partial(activation.error, **{**z, "kind": kind, **changed})
             expected = activation.error(**{**exact, "kind": kind, **changed})
             check_results(call, expected, dtype, tolerance, (shape, kind, changed))
 
 
 @pytest.fixture
-def everywhere(monkeypatch, traced_for_kernels):
-    """The operation wherever it could be a kernel's; here it is plain PyTorch."""
-    fits = activation.fits
-    monkeypatch.setattr(activation, "fits", lambda *z: is_fake(z[0]) and fits(*z))
-    monkeypatch.setattr(activation, "runs_on", lambda device: True)
+def everywhere(as_on_a_gpu):
+    """The operation wherever it could be a kernel's."""
+    as_on_a_gpu(activation)
 
 
 class Dropped(nn.Module):
@@ -217,7 +214,7 @@ def test_a_captured_step_with_the_operation_is_the_engines(name, mode):
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch):
+def everything_pays(monkeypatch):
     for module in (packed, half_gelu):
         monkeypatch.setattr(module, "pays", lambda z: True)
 
@@ -225,7 +222,7 @@ def as_on_a_gpu(monkeypatch):
 @pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 @pytest.mark.parametrize("name", ["vit", "gelu", "summed", "hooked by rows"])
-@pytest.mark.usefixtures("everywhere", "as_on_a_gpu")
+@pytest.mark.usefixtures("everywhere", "everything_pays")
 def test_in_bfloat16_it_differs_by_rounding_alone(name, mode):
     step, inputs, _ = step_of(name, torch.bfloat16, mode)
     program, without = trace(step, inputs), trace(step, inputs, kernels=False)
@@ -241,7 +238,7 @@ def test_in_bfloat16_it_differs_by_rounding_alone(name, mode):
 
 @pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
 @pytest.mark.parametrize("mode", ["paper", "exact"])
-@pytest.mark.usefixtures("everywhere", "as_on_a_gpu")
+@pytest.mark.usefixtures("everywhere", "everything_pays")
 def test_in_half_formats_no_gelu_is_left_to_the_framework(mode):
     step, inputs, _ = step_of("vit", torch.bfloat16, mode)
     program = trace(step, inputs)

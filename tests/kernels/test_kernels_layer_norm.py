@@ -9,7 +9,6 @@ import pytest
 import torch
 from interpreter import check_results, interpreted, needs_triton
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
@@ -306,11 +305,9 @@ def step_of(net: str, dtype: torch.dtype, exact: bool = False, autocast: bool = 
 
 
 @pytest.fixture
-def everywhere(monkeypatch, traced_for_kernels):
-    """The operation wherever it could be a kernel's; here it is plain PyTorch."""
-    fits = layer_norm.fits
-    monkeypatch.setattr(layer_norm, "fits", lambda *z: is_fake(z[0]) and fits(*z))
-    monkeypatch.setattr(layer_norm, "runs_on", lambda device: True)
+def everywhere(as_on_a_gpu):
+    """The operation wherever it could be a kernel's."""
+    as_on_a_gpu(layer_norm)
 
 
 def calls(program, op=OP) -> list:
