@@ -3,15 +3,20 @@
 Most tests leave out Inductor, which takes seconds a program, and run the traced programs as they are.
 """
 
+import collections
 import contextlib
 import copy
 import functools
+import random
 import re
 import time
 import types
 import warnings
+from argparse import Namespace as Namespaces
 from dataclasses import dataclass
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from close import assert_close
@@ -35,6 +40,60 @@ class Settings:
     gain: float = 1.0
 
 
+class Namespace:
+    """Numbers that people keep in a class."""
+
+    gain = 1.0
+    gains: ClassVar = [1.0]
+
+    class Inner:
+        gain = 1.0
+
+    @staticmethod
+    def multiplied(u):
+        return u * Namespace.gains[0]
+
+
+class Stored:
+    """Answers for what it has no attribute of."""
+
+    def __init__(self):
+        self.store = {"gain": 1.0}
+
+    def __getattr__(self, name):
+        return vars(self)["store"][name]
+
+    def __getitem__(self, name):
+        return self.store[name]
+
+
+class Defaults:
+    gain = 1.0
+
+
+class Identity(torch.autograd.Function):
+    factor = 1.0
+
+    @staticmethod
+    def forward(ctx, u):
+        return u.view_as(u)
+
+    @staticmethod
+    def backward(ctx, d):
+        return d * Identity.factor
+
+
+@functools.lru_cache
+def remembered():
+    return Namespace.Inner.gain
+
+
+def elsewhere(net, u):
+    """A helper that reads more than the module's own code names."""
+    options = net.arguments.model.encoder.layer
+    return u * options.width * net.stored.gain * net.user["scale"] * net.defaults.gain * float(net.array[0])
+
+
 class Net(nn.Module):
     """Reads its numbers from everywhere that people keep them."""
 
@@ -50,8 +109,12 @@ class Net(nn.Module):
         self.settings = Settings()
         self.gains, self.options, self.pair = [1.0, 1.0], {"bias": 0.0}, (1.0, 0.5)
         self.nested = {"inner": [1.0]}
+        self.arguments = Namespaces(model=Namespaces(encoder=Namespaces(layer=Namespaces(width=1.0))))
+        self.stored, self.user, self.defaults = Stored(), collections.UserDict(scale=1.0), Defaults()
+        self.array = np.ones(2)
 
     def forward(self, x):
+        x = elsewhere(self, Namespace.multiplied(Identity.apply(x))) * Namespace.gain * remembered()
         gain = self.gains[0] * self.pair[0] * FACTOR * self.power * self.settings.gain * self.nested["inner"][0]
         u = self.drop(self.act(self.norm(self.first(x)))) * self.scale + self.options["bias"]
         return self.last(u) * (gain / self.temperature) + (self.offset + SHIFT)
@@ -123,7 +186,8 @@ class World:
         for handle in self.handles.values():
             handle.remove()
         globals().update(FACTOR=1.0, SHIFT=torch.zeros(3, dtype=torch.float64))
-        Net.power = 1.0
+        Net.power = Namespace.gain = Namespace.Inner.gain = Namespace.gains[0] = Defaults.gain = Identity.factor = 1.0
+        remembered.cache_clear()
         torch.use_deterministic_algorithms(False)
         torch.backends.cuda.enable_flash_sdp(True)
         torch.backends.cudnn.benchmark = False
@@ -170,6 +234,16 @@ CHANGES = {
     "number to tensor": lambda w, v: setattr(w.model, "temperature", torch.tensor(v, dtype=torch.float64)),
     "new attribute": lambda w, v: setattr(w.model, "power", v),
     "class attribute": lambda w, v: setattr(Net, "power", v),
+    "class": lambda w, v: setattr(Namespace, "gain", v),
+    "list of a class": lambda w, v: Namespace.gains.__setitem__(0, v),
+    "class in a class, through a cache": lambda w, v: (remembered.cache_clear(), setattr(Namespace.Inner, "gain", v)),
+    "class of a function": lambda w, v: setattr(Identity, "factor", v),
+    "class of an object": lambda w, v: setattr(Defaults, "gain", v),
+    "instead of the class of an object": lambda w, v: setattr(w.model.defaults, "gain", v),
+    "arguments that a helper reads": lambda w, v: setattr(w.model.arguments.model.encoder.layer, "width", v),
+    "answers of an object": lambda w, v: w.model.stored.store.update(gain=v),
+    "mapping": lambda w, v: w.model.user.update(scale=v),
+    "array": lambda w, v: w.model.array.__setitem__(0, v),
     "configuration": lambda w, v: setattr(w.model.settings, "gain", v),
     "another configuration": lambda w, v: setattr(w.model, "settings", Settings(v)),
     "list": lambda w, v: w.model.gains.__setitem__(0, v),
@@ -440,3 +514,52 @@ def test_a_model_that_changes_itself_runs_eagerly_and_says_so(make, reason):
         required(x, y)
     with pytest.raises(threepass.CaptureError, match=reason):
         required(x, y)
+
+
+@pytest.mark.parametrize(
+    ("draw", "reason"),
+    [
+        (random.random, "draws numbers from Python's random module"),
+        (lambda: float(np.random.rand()), "or numpy.random"),
+        (random.Random(0).random, "the step itself changes model.draw"),
+        (np.random.default_rng(0).random, "the step itself changes model.draw"),
+    ],
+)
+def test_random_numbers_of_python_are_no_constants(draw, reason):
+    class Deep(nn.Linear):
+        """Stochastic depth, by a branch."""
+
+        def forward(self, x):
+            return super().forward(x) if self.draw() < 0.5 else x
+
+    model, x, y = Deep(4, 4).double(), torch.randn(4, 4).double(), torch.randint(3, (4,))
+    model.draw = draw
+    random.seed(0)
+    np.random.seed(0)
+    step = threepass.ThreePass(model, F.cross_entropy, compile=True)
+    with pytest.warns(threepass.UncompiledWarning, match=reason):
+        [step(x, y) for _ in range(3)]
+    after = random.getstate(), np.random.rand()
+    random.seed(0)
+    np.random.seed(0)
+    for _ in range(3):
+        draw()
+    assert (random.getstate(), np.random.rand()) == after  # each step drew once
+
+
+class Unreadable:
+    __slots__ = ("key",)
+
+    def __hash__(self):
+        return 1
+
+    def __repr__(self):
+        raise RuntimeError("closed")
+
+
+def test_an_object_that_cannot_be_examined_makes_steps_eager():
+    model, x, y = nn.Linear(4, 3).double(), torch.randn(4, 4).double(), torch.randint(3, (4,))
+    model.handles = {Unreadable()}
+    step = threepass.ThreePass(model, F.cross_entropy, compile=True)
+    with pytest.warns(threepass.UncompiledWarning, match="cannot be read, RuntimeError: closed"):
+        step(x, y)

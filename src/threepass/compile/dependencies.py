@@ -6,16 +6,17 @@ A `Dependencies` object describes the same things twice:
     hold()     a quick look at the same objects, in a few C-speed comparisons: is everything as it was?
 
 What is walked: modules with all of their attributes, parameters, buffers and hooks; functions with their closures,
-default arguments and the globals that their code names; partials and bound methods; lists, dicts, sets and tuples; and
-of other objects one level of attributes. Tensors, modules, functions and hooks are compared by identity, numbers,
-strings and containers by value.
+default arguments and the globals that their code names; partials and bound methods; lists, dicts, sets and tuples; of
+classes and other objects the attributes that some code among all this names. Tensors, modules, functions and hooks are
+compared by identity, numbers, strings, containers and arrays by value.
 """
 
 import functools
+import random
 import sys
 import types
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from enum import Enum
 from itertools import chain
 from operator import attrgetter, getitem, is_, itemgetter
@@ -40,13 +41,14 @@ PLAIN = (
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 _LARGEST = 10_000  # elements of a container; a larger one (a data set) is compared by identity and length alone
-_DEEPEST = 2  # objects within objects
+_DEEPEST = {False: 2, True: 8}  # objects within objects: all of their attributes, and those that code names
 
 _METADATA = frozenset(
     ("in_channels", "out_channels", "in_features", "out_features")
 )  # that PyTorch's layers only print
 _WALKED = frozenset((*MODULE_HOOKS, *MODULE_MEMBERS, *MODULE_HOOK_FLAGS, *MODULE_OTHERS))
 
+_SHARED = getattr(random.random, "__self__", None)  # the generator of the random module
 _contents = attrgetter("cell_contents")
 _defaults = attrgetter("__defaults__", "__kwdefaults__")
 
@@ -87,15 +89,19 @@ class Attribute(NamedTuple):
 class Scope(NamedTuple):
     """How far an object is walked.
 
-    names: of the attributes that matter, where it is neither a module nor a function; None: all. depth: of objects
+    named: only the attributes that code names count, where it is neither a module nor a function. depth: of objects
     within objects.
     """
 
-    names: frozenset[str] | None = None
+    named: bool = False
     depth: int = 0
 
+    def inside(self) -> "Scope":
+        """Of the attributes of an object."""
+        return Scope(self.named, self.depth + 1)
 
-WHOLE = Scope()
+
+WHOLE, NAMED = Scope(), Scope(named=True)
 
 
 class Dependencies:
@@ -103,11 +109,23 @@ class Dependencies:
 
     def __init__(self, roots: Mapping[str, Any], ignored: Mapping[nn.Module, set[str]]):
         self._ignored = ignored
+        self._named: frozenset[str] = frozenset()  # the names in all code that was walked
+        while True:  # a name that is found late may be that of an attribute that was left out
+            self._walk(roots)
+            named = frozenset().union(*map(names_in, self._codes))
+            if named <= self._named:
+                break
+            self._named |= named
+        self._remember()
+
+    def _walk(self, roots: Mapping[str, Any]) -> None:
         self.items: dict[str, Hashable] = {}
         self.attributes: dict[str, Attribute] = {}
         self._paths: dict[int, str] = {}  # of what was walked already
         self._alive: list[Any] = []  # and that itself, so that its address stays its own
+        self._codes: list[types.CodeType] = []
         self._restorable: list[tuple[dict[str, Any], dict[str, Any], bool]] = []
+        self._classes: dict[type, dict[str, Any]] = {}  # what was walked of each class
         self._fields: dict[tuple[str, ...], list[Any]] = defaultdict(list)  # names -> the dicts that have them
         self._slots: dict[tuple[str, ...], list[Any]] = defaultdict(list)
         self._modules: list[nn.Module] = []
@@ -116,6 +134,8 @@ class Dependencies:
         self._filled: list[dict[Any, Any]] = []
         self._containers: list[Any] = []
         self._mixed: list[Iterable[Any]] = []  # containers of more than plain values
+        self._arrays: list[Any] = []
+        self._generators: list[Any] = []
         self._cells: list[Any] = []
         self._functions: list[Any] = []
         self._owners: list[Any] = []  # dicts, and the names in them under which tensors lie
@@ -127,7 +147,6 @@ class Dependencies:
             self._add(root, value)
         for name, hooks in zip(MODULE_HOOKS, GLOBAL_HOOKS, strict=True):
             self._hooks(f"torch.nn.modules.module._global{name}", hooks)
-        self._remember()
 
     def _remember(self) -> None:
         """Records what `hold` compares with."""
@@ -140,6 +159,8 @@ class Dependencies:
         self._sizes = [*map(len, self._sized)]
         self._copies = [*map(_copied, self._containers)]
         self._identities = [*self._identified()]
+        self._array_contents = [*map(_bytes, self._arrays)]
+        self._generator_states = [*map(_state_of, self._generators)]
         self._cell_values = [*map(_contents, self._cells)]
         self._function_defaults = [*map(_defaults, self._functions)]
         self._pointers = [*map(Tensor.data_ptr, self._tensors)]
@@ -161,6 +182,8 @@ class Dependencies:
                 and all(map(is_, self._identified(), self._identities))
                 and all([*map(get, owners)] == v for (get, owners), v in zip(self._groups, self._values, strict=True))
                 and self._containers == self._copies
+                and [*map(_bytes, self._arrays)] == self._array_contents
+                and [*map(_state_of, self._generators)] == self._generator_states
                 and [*map(_defaults, self._functions)] == self._function_defaults
                 and [*map(Tensor.data_ptr, self._tensors)] == self._pointers
                 and self._guards.check(*self._tensors)
@@ -181,6 +204,15 @@ class Dependencies:
             for name, value in before.items():
                 if fields.get(name, fields) is not value:
                     fields[name] = value
+        for cls, before in self._classes.items():
+            for name, value in before.items():
+                if vars(cls).get(name, cls) is not value:
+                    setattr(cls, name, value)
+        for generator, state in zip(self._generators, self._generator_states, strict=True):
+            if isinstance(generator, random.Random):
+                generator.setstate(state)
+            else:
+                generator.bit_generator.state = state
         for cell, value in zip(self._cells, self._cell_values, strict=True):
             cell.cell_contents = value
         for container, contents in zip(self._containers, self._copies, strict=True):
@@ -227,9 +259,20 @@ class Dependencies:
             case property():
                 self._add(path, value.fget)
             case types.ModuleType():
-                self._python_module(path, value, scope.names)
-            case type() | types.BuiltinFunctionType():
+                self._python_module(path, value)
+            case type():
                 self.items[path] = Identity(value)
+                self._class(value, whole=issubclass(value, torch.autograd.Function))
+            case types.BuiltinFunctionType():
+                self.items[path] = Identity(value)
+                if value.__self__ is not _SHARED:  # `Signature.capturing` looks at that one
+                    self._add(f"{path}.__self__", value.__self__, Scope(True, scope.depth))
+            case _ if isinstance(value, random.Random) or _is_numpy_generator(value):
+                self._generators.append(value)
+                self.items[path] = (type(value), f"state {hash(repr(_state_of(value))):x}")
+            case _ if _is_array(value):
+                self._arrays.append(value)
+                self.items[path] = (type(value), str(getattr(value, "dtype", "")), _bytes(value))
             case _:
                 self._object(path, value, scope)
 
@@ -254,12 +297,12 @@ class Dependencies:
             for name, z in chain(module.named_parameters(), module.named_buffers()):
                 self._add(f"{path}.{name}", z)
             return
-        names = self._class(type(module))
+        named = self._class(type(module), whole=True)
         fields = module.__dict__
         left_out = _WALKED | self._ignored.get(module, set())
         if type(module).__module__.startswith("torch.nn."):
             left_out |= _METADATA
-        self._attributes(path, fields, [n for n in fields if n not in left_out], Scope(names), module, whole=True)
+        self._attributes(path, fields, [n for n in fields if n not in left_out], Scope(named), module, whole=True)
         for kind in MODULE_MEMBERS:
             members = fields[kind]
             self._entries(members)
@@ -292,7 +335,7 @@ class Dependencies:
         module: nn.Module | None = None,
         whole: bool = False,
     ) -> None:
-        """Chosen entries of a `__dict__` or a mapping like it; whole: a new entry is a change too."""
+        """The entries of a `__dict__`, or of the like of it; whole: a new one is a change too."""
         compared = []
         if whole:
             self._sized.append(fields)
@@ -310,54 +353,61 @@ class Dependencies:
             self._add(f"{path}.{name}", value, scope)
         self._fields[tuple(compared)].append(fields)
 
-    def _class(self, cls: type) -> frozenset[str] | None:
-        """Walks a user's class; returns the names in its methods' code, None for classes of libraries."""
+    def _class(self, cls: type, whole: bool = False) -> bool:
+        """Walks a class of the user's, and those that it is derived from; False for a class of a library.
+
+        whole: with all of its own attributes and methods; else with those that code names, and special methods.
+        """
         bases = [base for base in cls.__mro__ if not is_library(base.__module__)]
         for base in bases:
-            path = f"class {base.__qualname__}"
-            if id(base) not in self._paths:
-                self._paths[id(base)] = path
-                chosen = [n for n, v in vars(base).items() if isinstance(v, (*PLAIN, *_CODE, Tensor)) and _is_own(n)]
-                self._attributes(path, vars(base), chosen, WHOLE)
-        functions = (f for base in bases for v in vars(base).values() if (f := _unwrapped(v)))
-        codes = (f.__code__ for f in functions if isinstance(f, types.FunctionType))
-        return frozenset().union(*map(names_in, codes)) if bases else None
+            own = [n for n, v in vars(base).items() if _is_own(n, v)]
+            walked = self._classes.setdefault(base, {})
+            chosen = [n for n in own if n not in walked and (whole or n in self._named or n in _SPECIAL)]
+            walked |= {n: vars(base)[n] for n in chosen}
+            self._sized.append(vars(base))
+            others = [c for c in self._classes if c.__qualname__ == base.__qualname__]
+            number = f" ({others.index(base) + 1})" if others[0] is not base else ""
+            self._attributes(f"class {base.__qualname__}{number}", vars(base), chosen, NAMED)
+        if bases and not is_library(type(cls).__module__):
+            self._class(type(cls))
+        return bool(bases)
 
     def _function(self, path: str, f: types.FunctionType) -> None:
         self.items[path] = Identity(f)
         if is_library(f.__module__ or ""):
             return
         self._functions.append(f)
-        scope = Scope(names_in(f.__code__))
-        self._add(f"{path} defaults", f.__defaults__, scope)
-        self._add(f"{path} defaults by name", f.__kwdefaults__, scope)
+        self._codes.append(f.__code__)
+        self._add(f"{path} defaults", f.__defaults__, NAMED)
+        self._add(f"{path} defaults by name", f.__kwdefaults__, NAMED)
         if f.__dict__:
-            self._add(f"{path} attributes", f.__dict__, scope)
+            self._add(f"{path} attributes", f.__dict__, NAMED)
         for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
             try:
                 value = cell.cell_contents
             except ValueError:  # assigned later
                 continue
             self._cells.append(cell)
-            self._add(f"{path}: {name}", value, scope)
-        self._globals(f)
+            self._add(f"{path}: {name}", value, NAMED)
+        self._globals(f, names_in(f.__code__))
 
-    def _globals(self, f: types.FunctionType) -> None:
-        names = names_in(f.__code__)
+    def _globals(self, f: types.FunctionType, names: frozenset[str]) -> None:
         chosen = [n for n in sorted(names) if n in f.__globals__ and _is_watched(f.__globals__[n])]
-        self._attributes(f"{f.__module__}", f.__globals__, chosen, Scope(names))
+        self._attributes(f"{f.__module__}", f.__globals__, chosen, NAMED)
+        for name in sorted(names.difference(f.__globals__)):  # imported inside the function
+            if isinstance(module := sys.modules.get(name), types.ModuleType) and not is_library(name):
+                self._add(f"module {name}", module, NAMED)
 
-    def _python_module(self, path: str, module: types.ModuleType, names: frozenset[str] | None) -> None:
+    def _python_module(self, path: str, module: types.ModuleType) -> None:
         self.items[path] = Identity(module)
         if not is_library(module.__name__):
-            chosen = [n for n in sorted(names or ()) if n in vars(module) and _is_watched(vars(module)[n])]
-            self._attributes(module.__name__, vars(module), chosen, Scope(names))
+            chosen = [n for n in sorted(self._named) if n in vars(module) and _is_watched(vars(module)[n])]
+            self._attributes(module.__name__, vars(module), chosen, NAMED)
 
     def _method(self, path: str, method: types.MethodType, depth: int) -> None:
         self.items[path] = types.MethodType
         self._add(f"{path}.__func__", method.__func__)
-        code = getattr(method.__func__, "__code__", None)
-        self._add(f"{path}.__self__", method.__self__, Scope(None if code is None else names_in(code), depth))
+        self._add(f"{path}.__self__", method.__self__, Scope(hasattr(method.__func__, "__code__"), depth))
 
     def _elements(self, path: str, values: Iterable[Any], scope: Scope) -> None:
         ordered = sorted(values, key=repr) if isinstance(values, (set, frozenset)) else [*values]
@@ -366,6 +416,8 @@ class Dependencies:
             self._add(f"{path}[{i}]", value, scope)
 
     def _container(self, path: str, container: Any, scope: Scope) -> None:
+        if type(container) not in (list, dict, set, deque):
+            self._fields_of(path, container, scope)
         if len(container) > _LARGEST:
             self._sized.append(container)
             self.items[path] = (Identity(container), len(container))
@@ -379,28 +431,29 @@ class Dependencies:
         self._elements(path, container.values() if isinstance(container, dict) else container, scope)
 
     def _object(self, path: str, value: Any, scope: Scope) -> None:
-        """Some object: one level of its attributes, and of the methods among `names` what their code names."""
+        """Some object: its attributes, or with `scope.named` those that code names, and its class."""
         self.items[path] = (Identity(value), Identity(type(value)))
-        if scope.depth >= _DEEPEST:
+        if scope.depth >= _DEEPEST[scope.named]:
             return
-        names = scope.names
-        if names is None and callable(value):
-            self._class(type(value))
-        names = names if names is None else _with_methods(type(value), names)
-        within = Scope(names, scope.depth + 1)
-        fields = getattr(value, "__dict__", None)
-        if isinstance(fields, dict):
-            chosen = [n for n in fields if names is None or n in names]
-            self._attributes(path, fields, chosen, within, whole=names is None)
-        for name in names or ():
-            if isinstance(f := _unwrapped(getattr(type(value), name, None)), types.FunctionType):
-                self._add(f"{path}.{name}", f)
+        if not scope.named and callable(value):
+            self._class(type(value), whole=True)
+        self._fields_of(path, value, scope)
         if not is_library(type(value).__module__):
             slots = [n for base in type(value).__mro__ for n in getattr(base, "__slots__", ()) if hasattr(value, n)]
             if slots:
                 self._slots[tuple(slots)].append(value)
             for name in slots:
-                self._add(f"{path}.{name}", getattr(value, name), within)
+                self._add(f"{path}.{name}", getattr(value, name), scope.inside())
+
+    def _fields_of(self, path: str, value: Any, scope: Scope) -> None:
+        self._class(type(value))
+        fields = getattr(value, "__dict__", None)
+        if not isinstance(fields, dict):
+            return
+        whole = not scope.named or isinstance(value, Collection)  # whose special methods may be a library's
+        chosen = [n for n in fields if whole or n in self._named or n == "__wrapped__"]  # by functools.lru_cache
+        self._sized.append(fields)
+        self._attributes(path, fields, chosen, scope.inside(), whole=whole)
 
 
 _CODE = (types.FunctionType, staticmethod, classmethod, property)
@@ -422,8 +475,10 @@ def flags() -> tuple[Hashable, ...]:
 
 
 @functools.cache
-def is_library(module: str) -> bool:
+def is_library(module: Any) -> bool:
     """Whether this module is PyTorch's, Python's, ours, or otherwise installed: its code does not change."""
+    if not isinstance(module, str):  # of a class that is not written in Python
+        return True
     root = module.partition(".")[0]
     if root in ("torch", "threepass") or root in sys.stdlib_module_names:
         return root != "__main__"
@@ -433,36 +488,35 @@ def is_library(module: str) -> bool:
 
 @functools.lru_cache(4096)
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """The globals and attributes that a function's code names, functions inside it included."""
+    """The globals and attributes that a function's code names, also as strings, functions inside it included."""
     inner = (names_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
+    strings = (const for const in code.co_consts if isinstance(const, str) and const.isidentifier())
+    return frozenset(code.co_names).union(strings, *inner)
 
 
-def _with_methods(cls: type, names: frozenset[str]) -> frozenset[str]:
-    """`names`, and those in the code of the methods of cls that are among them."""
-    found: frozenset[str] = frozenset()
-    while found != names:
-        found = names
-        methods = (_unwrapped(getattr(cls, n, None)) for n in found)
-        codes = [f.__code__ for f in methods if isinstance(f, types.FunctionType) and not is_library(f.__module__)]
-        names = found.union(*map(names_in, codes))
-    return names
+def _is_own(name: str, value: Any) -> bool:
+    """Whether an attribute of a class is one that the user gave it, and not for making or printing objects."""
+    if name.startswith("__"):
+        return isinstance(value, _CODE) and name in _SPECIAL
+    return not isinstance(value, (types.MemberDescriptorType, types.GetSetDescriptorType))
 
 
-def _unwrapped(value: Any) -> Any:
-    if isinstance(value, (staticmethod, classmethod)):
-        return value.__func__
-    return value.fget if isinstance(value, property) else value
-
-
-def _is_own(name: str) -> bool:
-    return name == "__call__" or not name.startswith("__")
+# fmt: off
+_SPECIAL = frozenset(f"__{name}__" for name in (  # methods that run without being named
+    "call", "getattr", "getattribute", "getitem", "get", "contains", "iter", "next", "len", "bool", "float", "int",
+    "index", "complex", "round", "enter", "exit", "torch_function", "eq", "ne", "lt", "le", "gt", "ge", "neg",
+    "abs", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod",
+    "pow", "rpow", "matmul", "rmatmul", "and", "or",
+))
+# fmt: on
 
 
 def _is_watched(value: Any) -> bool:
-    """Of the globals that code names: everything that is no class, built-in or part of a library."""
-    if isinstance(value, (type, types.BuiltinFunctionType)):
+    """Of the globals that code names: everything that is no built-in or part of a library."""
+    if isinstance(value, types.BuiltinFunctionType):
         return False
+    if isinstance(value, type):
+        return not is_library(value.__module__)
     if isinstance(value, types.ModuleType):
         return not is_library(value.__name__)
     return not (isinstance(value, types.FunctionType) and is_library(value.__module__ or ""))
@@ -470,6 +524,27 @@ def _is_watched(value: Any) -> bool:
 
 def _plain(value: Any) -> Hashable:
     return type(value), value.hex() if isinstance(value, float) else value
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is an array of NumPy's or Python's, and not a large one."""
+    try:
+        return 0 < memoryview(value).nbytes <= 8 * _LARGEST
+    except (TypeError, ValueError):
+        return False
+
+
+def _is_numpy_generator(value: Any) -> bool:
+    return type(value).__name__ == "Generator" and type(value).__module__.startswith("numpy.")
+
+
+def _state_of(generator: Any) -> Any:
+    """The state of a random number generator of Python's or NumPy's."""
+    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+
+
+def _bytes(array: Any) -> bytes:
+    return memoryview(array).tobytes()
 
 
 def _copied(container: Any) -> Any:

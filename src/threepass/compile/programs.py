@@ -137,7 +137,11 @@ class Programs(Generic[P]):
         recurring: these inputs are known to come again, so that they are captured at their first call. sizes: of the
         call, where its program may be dynamic.
         """
-        key = Key(self.signature.state(), kind, inputs)
+        try:
+            key = Key(self.signature.state(), kind, inputs)
+        except CaptureError as error:
+            self.refuse(error)
+            return None
         entry = self._entries.get(key)
         if sizes is not None and (entry is None or entry.program is None):
             dynamic = self._dynamic(key, sizes())

@@ -9,6 +9,8 @@
 """
 
 import contextlib
+import random
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -82,7 +84,13 @@ class Signature:
         return state
 
     def _described(self) -> tuple[Dependencies, State]:
-        dependencies = Dependencies(self._roots, self._ignored)
+        try:
+            dependencies = Dependencies(self._roots, self._ignored)
+        except Exception as error:
+            raise CaptureError(
+                f"the model or the loss contains an object whose attributes cannot be read, {type(error).__name__}: "
+                f"{error}"
+            ) from error
         return dependencies, State({"flags": dependencies.flags, **dependencies.items})
 
     @contextlib.contextmanager
@@ -92,7 +100,13 @@ class Signature:
         A module may keep a tensor in an attribute, if the step does not read what was there before (see `settle`).
         """
         dependencies, before = self._described()
+        drawn = _random_numbers()
         yield
+        if _random_numbers() != drawn:
+            raise CaptureError(
+                "the step draws numbers from Python's random module or numpy.random, which a captured program would "
+                "not draw again. Draw them by torch, as in torch.rand(()), and use torch.where instead of a branch"
+            )
         _, after = self._described()
         for path, old, new in before.changes(after):
             if (
@@ -129,11 +143,28 @@ class Signature:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Puts attributes of the model and the loss back: tracing a step runs its Python code."""
-        dependencies = Dependencies(self._roots, {})
+        dependencies, drawn = Dependencies(self._roots, {}), _random_numbers()
         try:
             yield
         finally:
             dependencies.restore()
+            _set_random_numbers(drawn)
+
+
+def _random_numbers() -> tuple[Any, Any]:
+    """The states of Python's generator and of NumPy's, if that is imported."""
+    numpy = sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    return random.getstate(), None if state is None else (state[0], state[1].tobytes(), *state[2:])
+
+
+def _set_random_numbers(states: tuple[Any, Any]) -> None:
+    """Sets what `_random_numbers` returned."""
+    random.setstate(states[0])
+    if states[1] is not None:
+        kind, key, *rest = states[1]
+        numpy = sys.modules["numpy"]
+        numpy.random.set_state((kind, numpy.frombuffer(key, dtype=numpy.uint32), *rest))
 
 
 def _none(item: Any) -> bool:
