@@ -155,6 +155,26 @@ def test_compare_and_report(own_folder, capsys):
         assert f"report: runs/{name}/report.html" in capsys.readouterr().out
 
 
+def test_robustness_of_runs_is_measured_and_reported(own_folder, capsys):
+    short = ["train", "--epochs", "1", "--probe-every", "0", "--ema", "0.9", "--schedule", "constant"]
+    assert main([*short, "--name", "a"]) == 0
+    error = json.loads((own_folder / "runs" / "a" / "metrics.jsonl").read_text())["val_error"]
+    capsys.readouterr()
+    assert main(["robustness", "runs/a"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "runs/a: accuracy on 360 validation examples, by the size of the disturbance"
+    assert said[3].startswith(f"  PGD             0: {1 - error:.1%}  0.005: ")  # of the averaged weights
+    assert main(["report", "runs/a", "--out", "page.html"]) == 0
+    assert "Accuracy under PGD" in (own_folder / "page.html").read_text()
+    assert main(["robustness", "runs/b"]) == 1
+    assert "runs/b holds no run" in capsys.readouterr().err
+    assert main(["train", "--resume", "runs/a", "--epochs", "2"]) == 0
+    assert main(["report", "runs/a", "--out", "page.html"]) == 0
+    page = (own_folder / "page.html").read_text()
+    assert "a was trained on after its robustness was measured" in page
+    assert "Accuracy under PGD" not in page
+
+
 def test_bench_writes_what_it_prints(own_folder, capsys, monkeypatch):
     rates = {"operations_per_second": 1e12, "bytes_per_second": 1e11}
     monkeypatch.setattr("threepass.bench.case.ceilings", lambda device, dtype: rates)

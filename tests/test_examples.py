@@ -1,6 +1,7 @@
 """Every example runs to its end, as a user would run it."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,17 @@ def test_example(example, tmp_path):
     for name in ("forces.json", "distance.json", "gan.json"):
         if (file := tmp_path / name).exists():
             assert_engines_agree(json.loads(file.read_text())["history"])
+    if example.stem == "03_report":
+        assert_it_shows_what_it_says(done.stdout)
+
+
+def assert_it_shows_what_it_says(said):
+    """The stronger the penalty, the higher the accuracy under attack, while the error does not rise."""
+    found = re.findall(r"^(.*\S)\s+error ([\d.]+)%, accuracy under PGD at radius 0.1 ([\d.]+)%$", said, re.MULTILINE)
+    names, errors, attacked = zip(*found, strict=True)
+    assert names == ("two passes", "strength 0.3, exact", "strength 1, exact", "strength 3, exact")
+    assert float(errors[-1]) <= float(errors[0])
+    assert [float(a) for a in attacked] == sorted(map(float, attacked))
 
 
 def assert_engines_agree(history):

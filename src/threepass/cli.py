@@ -326,6 +326,34 @@ def report(runs: tuple[Path, ...], /, *, out: Path | None = None) -> None:
     print(f"report: {write(list(runs), out)}")
 
 
+def robustness(
+    runs: tuple[Path, ...],
+    /,
+    *,
+    examples: int = 500,
+    data_dir: Path | None = None,
+    device: str = "auto",
+) -> None:
+    """Measure the accuracy of trained runs under noise, FGSM and PGD; report then shows it.
+
+    What compare measures of its runs, for those of train, with the weights of
+    the last epoch; sizes are in units of pixels from 0 to 1.
+
+    Args:
+        runs: their folders.
+        examples: of the validation set, the first ones.
+        data_dir: where the data is, if not where the run found it.
+        device: cpu, cuda, or auto: cuda if there is one.
+    """
+    from .study.measure import in_words, measure
+
+    where = {"device": device} | ({} if data_dir is None else {"data_dir": str(data_dir)})
+    for run in runs:
+        found = measure(run, where, examples)
+        print(f"{run}: accuracy on {found['examples']} validation examples, by the size of the disturbance")
+        print("\n".join(f"  {line}" for line in in_words(found)))
+
+
 def data(name: str, /, *, download: bool = False, data_dir: Path | None = None) -> None:
     """Find a data set, and say what is in it.
 
@@ -512,7 +540,7 @@ def _words(given: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(part for word in given for part in word.split(","))
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (compare, train, reproduce, bench, report, data, init_study)
+COMMANDS: tuple[Callable[..., None], ...] = (compare, train, robustness, reproduce, bench, report, data, init_study)
 app = App(
     name="threepass",
     help="Three-pass learning: train on the loss and on its gradient at the input.",

@@ -16,6 +16,7 @@ from threepass.bench import page as bench
 from threepass.models import mlp
 from threepass.study import init_study
 from threepass.study.compare import by_alpha, by_strength, compare, two_passes
+from threepass.study.report import report
 from threepass.train.config import Config
 from threepass.train.data import load
 
@@ -118,6 +119,29 @@ def test_legend_toggles_hide_and_show_a_series_everywhere(browser, page):
         browser.find_element("css selector", f'[data-what="{what}"]').click()
         hidden = f"return [...document.querySelectorAll('{part}')].every(g => getComputedStyle(g).display === 'none')"
         assert browser.execute_script(hidden)
+    assert browser.get_log("browser") == []
+
+
+def test_cards_of_many_methods_stay_small(browser, page):
+    """Four methods with four findings each: on a screen of 1280 pixels they leave most of the first page to figures."""
+    show(browser, page)
+    heights = browser.execute_script("""
+        return [...document.querySelectorAll(".findings > li")].map(card => card.getBoundingClientRect().height)""")
+    assert len(heights) == 4
+    assert max(heights) < 190
+    bottom = "return document.querySelector('.findings').getBoundingClientRect().bottom + scrollY"
+    assert browser.execute_script(bottom) < 450
+
+
+def test_runs_of_one_epoch_without_errors(browser, page, tmp_path):
+    run = page.parent / "two-passes" / "seed-0"
+    shutil.copytree(run, tmp_path / "one")
+    first = (run / "metrics.jsonl").read_text().splitlines()[0]
+    (tmp_path / "one" / "metrics.jsonl").write_text(first + "\n")
+    show(browser, report([tmp_path / "one"], tmp_path / "page"))
+    assert not browser.find_elements("css selector", "#curve-loss")
+    assert browser.find_element("css selector", "#curves").is_displayed()
+    assert "0.05" in browser.find_element("css selector", "#dynamics table").text  # the learning rate
     assert browser.get_log("browser") == []
 
 

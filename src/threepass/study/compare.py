@@ -39,7 +39,7 @@ from ..step import add_to_grad
 from ..train.config import Config
 from ..train.config_file import as_toml
 from ..train.data import Batches, DataSet, load
-from ..train.files import read_object
+from ..train.files import read_object, write_json
 from ..train.folder import fresh
 from ..train.loop import fit
 from ..train.optimizer import make_optimizer
@@ -264,14 +264,6 @@ def cost(
             if turn >= 3:  # the first ones allocate and choose algorithms
                 times[name].append(seconds)
     return {"rounds": rounds, "seconds": {name: statistics.median(t) for name, t in times.items()}}
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(json.dumps(content, indent=1) + "\n")
-    beside.replace(path)
 
 
 def _train(plan: Comparison, variant: Variant, seed: int, folder: Path) -> dict[str, Any]:

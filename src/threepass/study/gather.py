@@ -154,6 +154,13 @@ def gather(folders: Sequence[Path]) -> Study:
         )
     if not any(run.history for group in study.groups for run in group.runs):
         raise ValueError(f"nothing to report on: no run in {', '.join(map(str, folders))} has finished an epoch")
+    for run in single:
+        if run.robustness and run.robustness.get("epochs", len(run.history)) != len(run.history):
+            run.robustness = None
+            study.notes.append(
+                f"{run.folder.name} was trained on after its robustness was measured, which is left out: "
+                f"threepass robustness measures it again."
+            )
     for group in study.groups:
         if n := sum(run.diverged for run in group.runs):
             runs = count(len(group.runs), "run")

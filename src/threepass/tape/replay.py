@@ -37,7 +37,8 @@ def refusing_random_numbers_in_trace(what: str) -> Iterator[None]:
     before = _draws(mode)
     yield
     if _draws(mode) != before:
-        raise CaptureError(f"{what} draws random numbers inside, and a later pass needs the same ones again")
+        hint = ": set the dropout of the attention to 0 to compile the step" if what == ATTENTION.__name__ else ""
+        raise CaptureError(f"{what} draws random numbers inside, and a later pass needs the same ones again{hint}")
 
 
 def _draws(mode: Any) -> int:

@@ -1,4 +1,4 @@
-"""JSON files of a run, read with errors that name the file and what is wrong in it."""
+"""JSON files of a run: written whole, and read with errors that name the file and what is wrong in it."""
 
 import json
 from collections.abc import Mapping
@@ -9,6 +9,14 @@ WORDS = {
     dict: "an object", list: "a list", int: "a whole number", float: "a number", str: "text", type(None): "null",
 }  # fmt: skip
 Kinds = tuple[type, ...]
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(json.dumps(content, indent=1) + "\n")
+    beside.replace(path)
 
 
 def read_object(path: Path, expected: Mapping[str, Kinds]) -> dict[str, Any]:

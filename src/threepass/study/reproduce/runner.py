@@ -25,9 +25,9 @@ import torch
 
 from ...errors import DivergedError, NormalizationWarning
 from ...train.data import DataSet, Split
+from ...train.files import write_json
 from ...train.loop import fit
 from ...train.runs import Run
-from ..compare import write_json
 from ..gather import read
 from .measure import ALONG, MEASURES
 from .plan import Job
