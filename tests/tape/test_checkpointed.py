@@ -141,22 +141,19 @@ def batch():
 
 @pytest.mark.parametrize("name", ALONE)
 @pytest.mark.parametrize("options", [{}, {"separate": True}, {"strength": 0.3, "penalty": "l1"}, {"alpha": 1.0}])
-def test_a_block_is_one_operation_and_computes_the_same(name, options, blocks):
-    results = both(*ALONE[name], *batch(), **options)
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+def test_a_block_is_one_operation_and_computes_the_same(name, mode, options, blocks):
+    results = both(*ALONE[name], *batch(), mode=mode, **options)
     assert len(blocks[0]) == 2
     check_same(results)
 
 
 @pytest.mark.parametrize("name", APART)
-def test_blocks_that_cannot_be_recorded_again_compute_the_same(name, blocks):
-    results = both(*APART[name], *batch())
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+def test_blocks_that_cannot_be_recorded_again_compute_the_same(name, mode, blocks):
+    results = both(*APART[name], *batch(), mode=mode)
     assert not any(blocks)
     check_same(results)
-
-
-def test_exact_mode_keeps_operations(blocks):
-    check_same(both(plainly, norm_last, *batch(), mode="exact"))
-    assert not any(blocks)
 
 
 def test_under_autocast(blocks):

@@ -17,7 +17,7 @@ has several outputs. So are all operations in exact mode, whose backward pass wo
 well, in captured steps, and in models that are sharded by `fully_shard`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge
 from .arguments import tensors_in
 from .operation import Operation
 from .replay import SILENT_WRITES
-from .signals import ActivationMeta
+from .signals import ActivationMeta, Storage
 
 
 class BlockError(Exception):
@@ -38,11 +38,14 @@ class BlockError(Exception):
 class Block(Operation):
     """A checkpointed function as one operation on the tape, whose arguments are `values`.
 
-    inside: its operations, without their tensors; edges: of what they computed, in the autograd graph.
+    inside: its operations, without their tensors; edges: of what they computed, in the autograd graph; chained: the
+    positions of arguments that are outputs of other blocks, and are not kept.
     """
 
     inside: list[Operation] = field(default_factory=list)
     edges: dict[ActivationMeta, GradientEdge] = field(default_factory=dict)
+    chained: list[int] = field(default_factory=list)
+    is_read_by_block: bool = False
 
     def settle(self, read: set[ActivationMeta]) -> None:
         """Finds the output: the one result that operations outside the block read."""
@@ -52,6 +55,15 @@ class Block(Operation):
         for op, u in outputs:
             self.outputs, self.error_edges, self.base = [u], [self.edges[u]], op.base
         self.edges = {}
+
+    def arguments(self, recomputed: dict[ActivationMeta, Tensor]) -> list[Any]:
+        """Its arguments, those that are not kept from what pass 3 recomputed."""
+        values, metas = list(self.values), dict(self.active)
+        for i in self.chained:
+            if metas[i] not in recomputed:  # the loss does not depend on the block that computes it
+                raise BlockError
+            values[i] = recomputed[metas[i]]
+        return values
 
     def output_in(
         self, result: Any, operations: Iterable[Operation], meta_of: Callable[[Tensor], ActivationMeta]
@@ -63,6 +75,16 @@ class Block(Operation):
         if not found:
             raise BlockError
         return found[0]
+
+
+def chain(blocks: list[Block], aliased: Container[Storage]) -> None:
+    """Frees the arguments of blocks that are outputs of other blocks: in pass 3, these are recomputed in order."""
+    producers = {u: block for block in blocks for u in block.outputs if u.storage not in aliased}
+    for block in blocks:
+        block.chained = [i for i, z in block.active if z in producers]
+        for i, z in block.active:
+            if z in producers:
+                producers[z].is_read_by_block, block.values[i] = True, None
 
 
 def can_be_recorded_again(operations: list[Operation], arguments: list[ActivationMeta]) -> bool:
