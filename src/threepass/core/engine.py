@@ -316,7 +316,7 @@ def _propagate(
 
 
 class BlockPropagation:
-    """Passes 3 and, in exact mode, the backward pass after it through a checkpointed block (`tape/checkpointed.py`)."""
+    """Pass 3 and, in exact mode, the backward pass after it, through a checkpointed block (`tape/checkpointed.py`)."""
 
     __slots__ = ("d", "op", "recomputed", "t")
 

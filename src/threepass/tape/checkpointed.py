@@ -1,20 +1,25 @@
 """Blocks under activation checkpointing: `torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)`.
 
-Plain training keeps the inputs of the blocks, and recomputes a block when its backward pass comes to it. In paper mode
-so do three passes. The operations of a block are dropped from the tape when it ends, and one `Block` takes their place:
+Plain training keeps the inputs of the blocks, and recomputes a block when its backward pass comes to it. So do three
+passes. The operations of a block are dropped from the tape when it ends, and one `Block` takes their place:
 
     pass 1   keeps the block's arguments
     pass 2   recomputes the block, as PyTorch does it, and keeps the error of its output alone
     pass 3   records the block once more on a tape of its own, computes the errors inside it by a backward pass from
              the error of its output, pushes t through it, and drops all of it again
 
-So the memory is that of arguments and errors between blocks, and of one block. A block takes 7 units of arithmetic (3
-forward, 2 backward, tangent, weights) where checkpointed plain training takes 4.
+Pass 3 comes to the blocks in their order and recomputes their outputs, so that arguments which are outputs of other
+blocks are not kept after pass 2 (`chain`). So the memory is that of the errors between blocks, and of one block: its
+activations, errors and tangents. A block takes 7 units of arithmetic (3 forward, 2 backward, tangent, weights) where
+checkpointed plain training takes 4.
+
+In exact mode pass 3 pushes t alone, and the backward pass after it records the block again, computes the errors and
+tangents inside it, and pulls R{d} through it. Arguments, errors and tangents between blocks are kept until then, and a
+block takes 11 units (4 forward, 2 backward, 2 tangents, R{d}, 2 weights).
 
 A block is kept operation by operation where it cannot be recorded again alone: it reads activations that are not among
 its arguments, writes in place or to buffers (a batch norm's running statistics), computes weights from parameters, or
-has several outputs. So are all operations in exact mode, whose backward pass would need the tangents between blocks as
-well, in captured steps, and in models that are sharded by `fully_shard`.
+has several outputs. So are all operations in captured steps, and in models that are sharded by `fully_shard`.
 """
 
 from collections.abc import Callable, Container, Iterable
