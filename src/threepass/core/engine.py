@@ -198,9 +198,9 @@ def _three_passes(step: _Step, module_paths: bool, blocks: bool) -> Result:
             steps = forward_again(tape, dx, t_0, errors, gradients)
             if plan.exact:
                 backward_again(tape, steps, _start_of_backward(tape, plan, loss), gradients)
-        _raise_problems(tape)
+        raise_problems(tape)
         if step.warn:
-            warn_of_other_leaves(model, gradients.count_other_leaves(parameters))
+            warn_of_other_leaves(model, gradients.count_other_leaves(parameters, tape.sources()))
         grads, backprop_grads, third_grads = gradients.finish(parameters)
 
     return Result(
@@ -339,7 +339,7 @@ class BlockPropagation:
         del u
         signals = self._signals(inner)
         _propagate(inner, signals, errors, gradients)
-        _raise_problems(inner)
+        raise_problems(inner)
         if not gradients.plan.exact:
             self.d, self.t = [None], []
         return [signals.get(output)]
@@ -357,7 +357,7 @@ class BlockPropagation:
         del u
         steps = _propagate(inner, self._signals(inner), errors, gradients, keep=True)
         pulled = backward_again(inner, steps, start, gradients)
-        _raise_problems(inner)
+        raise_problems(inner)
         return pulled
 
     def _recorded(self) -> tuple[Record, Tensor]:
@@ -381,7 +381,7 @@ class BlockPropagation:
         return signals
 
 
-def _raise_problems(tape: Record) -> None:
+def raise_problems(tape: Record) -> None:
     if tape.problems:
         raise UnsupportedError(tape.problems)
 

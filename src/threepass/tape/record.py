@@ -80,6 +80,10 @@ class Record(ActivityTracker):
             self.inputs.append(Input(z, leaf, self._register(start)))
         return start
 
+    def sources(self) -> list[Tensor]:
+        """The inputs, as they were given."""
+        return [given.source for given in self.inputs]
+
     def signals(self) -> "Signals":
         return Signals(self._aliased)
 
