@@ -188,6 +188,14 @@ def test_the_cost_of_losses_is_that_of_the_result_file():
     assert f"{compiled} of the time of `step(x, y)`, eager steps {eager}" in text
 
 
+def test_memory_with_checkpoints_is_that_of_the_result_file():
+    rows = json.loads((BENCH / "cpu-checkpointing.json").read_text())["rows"]
+    page = (ROOT / "docs" / "speed.md").read_text()
+    for row in rows:
+        if row["checkpointed"]:
+            assert f"| {row['blocks']} | {row['paper']:.2f}x | {row['exact']:.2f}x |" in page
+
+
 def test_captures_are_those_of_the_result_file():
     report = json.loads((BENCH / "h200-captures.json").read_text())
     checks = [check for row in report["rows"] for check in row["checks"]]

@@ -36,7 +36,24 @@ def test_the_models_own_loss():
         threepass.three_pass(model, None, {"x": x})
 
 
+def test_the_first_scalar_of_a_tuple_is_the_models_own_loss():
+    model = bert()
+    batch = next(iter(DataLoader(Sentences(), 8)))
+    expected = threepass.three_pass(model, None, batch, alpha=0.3).grads
+    assert_close(threepass.three_pass(model, None, batch | {"return_dict": False}, alpha=0.3).grads, expected, 1e-14)
+
+
 # Hugging Face
+
+
+def test_embeddings_that_require_grad_are_not_warned_of(recwarn):
+    """As `enable_input_require_grads` makes them: the Trainer calls it for checkpointed models of peft."""
+    model = bert()
+    for p in model.bert.embeddings.parameters():
+        p.requires_grad_(False)
+    model.enable_input_require_grads()
+    threepass.three_pass(model, None, next(iter(DataLoader(Sentences(), 8))), mode="exact")
+    assert not [w for w in recwarn if "not parameters of the model" in str(w.message)]
 
 
 @pytest.mark.parametrize("options", [{"strength": 0.5, "mode": "exact"}, {"alpha": 0.3}], ids=str)

@@ -172,7 +172,7 @@ class _Step(NamedTuple):
 
 def _has_blocks(step: _Step) -> bool:
     """Whether checkpointed blocks are recorded as one operation each."""
-    return not step.options.exact and not is_traced() and not is_fully_sharded(step.task.model)
+    return not is_traced() and not is_fully_sharded(step.task.model)
 
 
 def _three_passes(step: _Step, module_paths: bool, blocks: bool) -> Result:
@@ -207,10 +207,9 @@ def _three_passes(step: _Step, module_paths: bool, blocks: bool) -> Result:
             steps = forward_again(tape, dx, t_0, errors, gradients)
             if plan.exact:
                 backward_again(tape, steps, _start_of_backward(tape, plan, loss), gradients)
-        if tape.problems:
-            raise UnsupportedError(tape.problems)
+        raise_problems(tape)
         if step.warn:
-            warn_of_other_leaves(model, gradients.count_other_leaves(parameters))
+            warn_of_other_leaves(model, gradients.count_other_leaves(parameters, tape.sources()))
         grads, backprop_grads, third_grads = gradients.finish(parameters)
 
     return Result(
@@ -285,7 +284,7 @@ def _errors(tape: Record, plan: Plan, u: Tensor, d: Tensor) -> tuple[list[Tensor
 
 def forward_again(
     tape: Record, dx: list[Tensor], t_0: list[Tensor], errors: dict[Operation, Errors], gradients: Gradients
-) -> list[Propagation]:
+) -> "list[Propagation | BlockPropagation]":
     """Pass 3: the tangent t or the mix, operation by operation, and the weights' gradients. Consumes tape and errors.
 
     Without t_0: the gradients of pass 2 alone. For exact mode, returns what its backward pass needs, by operation.
@@ -297,60 +296,104 @@ def forward_again(
             gradients.add(source, g, None)
         if t is not None:
             signals.put(z, gradients.mix(source.detach(), t) if plan.case.carried is Operand.MIX else t)
-    return _propagate(tape, signals, errors, gradients)
+    return _propagate(tape, signals, errors, gradients, keep=plan.exact)
 
 
 def _propagate(
-    tape: Record, signals: Signals, errors: dict[Operation, Errors], gradients: Gradients
-) -> list[Propagation]:
+    tape: Record, signals: Signals, errors: dict[Operation, Errors], gradients: Gradients, keep: bool = False
+) -> "list[Propagation | BlockPropagation]":
     plan = gradients.plan
-    steps = []
+    steps: list[Propagation | BlockPropagation] = []
+    recomputed: dict[ActivationMeta, Tensor] = {}  # outputs of blocks
     for op in tape.consume():
         out = None
         try:
             t = [signals.get(z) for _, z in op.active]
-            if isinstance(op, Block):
-                out = _through_block(op, errors.pop(op), t, tape, gradients)
-            else:
-                step = Propagation(op, errors.pop(op, None), t)
-                out = step.forward(gradients)
-                if plan.exact:
-                    steps.append(step)
+            d = errors.pop(op, None)
+            step = BlockPropagation(op, d, t, recomputed) if isinstance(op, Block) else Propagation(op, d, t)
+            out = step.forward(gradients)
+            if keep:
+                steps.append(step)
         except Exception as error:
             tape.note(op, error)
         for z in op.last_reads:
             signals.put(z, None)
+            recomputed.pop(z, None)
         if op.pushes and plan.case.carried is not None:
             for u, s in zip(op.outputs, out or [u.zeros() for u in op.outputs], strict=True):
                 signals.put(u, s)
     return steps
 
 
-def _through_block(
-    block: Block, errors: Errors, t: list[Tensor | None], tape: Record, gradients: Gradients
-) -> list[Tensor | None]:
-    """Pass 3 through a checkpointed block (`tape/checkpointed.py`): returns the tangent of its output."""
-    inner, (d,) = Record(tape.device), errors.d
-    if d is None:  # the loss does not depend on it
-        return [None]
-    values = list(block.values)
-    with torch.enable_grad():
-        for i, _ in block.active:
-            values[i] = inner.add_input(values[i])
-        args, kwargs = unflatten(values, block.spec)
-        with as_recorded(block.func, block.autocast, block.rng), intercepting_functions(), inner:
-            result = block.func(*args, **kwargs)
-        u = block.output_in(result, inner.operations, inner.meta_of)
+class BlockPropagation:
+    """Pass 3 and, in exact mode, the backward pass after it, through a checkpointed block (`tape/checkpointed.py`)."""
+
+    __slots__ = ("d", "op", "recomputed", "t")
+
+    def __init__(
+        self, op: Block, errors: Errors | None, t: list[Tensor | None], recomputed: dict[ActivationMeta, Tensor]
+    ):
+        self.op, self.t, self.recomputed = op, t, recomputed
+        self.d: list[Tensor | None] = [None] if errors is None else errors.d
+
+    def forward(self, gradients: Gradients) -> list[Tensor | None]:
+        """The tangent of the output; in paper mode also adds the weights' gradients, by the errors inside the block."""
+        (d,) = self.d
+        if d is None:  # the loss does not depend on it
+            return [None]
+        inner, u = self._recorded()
         output = inner.meta_of(u)
-        inner.prune(to_loss=False, outputs=[output] if block.pushes else [])
-        _, inside = _errors(inner, gradients.plan, u, d)
-    signals = inner.signals()
-    for (_, _, z), s in zip(inner.inputs, t, strict=True):
-        signals.put(z, s)
-    del result, u, values, args, kwargs
-    _propagate(inner, signals, inside, gradients)
-    tape.problems += inner.problems
-    return [signals.get(output)]
+        errors = {} if gradients.plan.exact else _errors(inner, gradients.plan, u, d)[1]
+        if self.op.is_read_by_block:
+            self.recomputed[self.op.outputs[0]] = u.detach()
+        del u
+        signals = self._signals(inner)
+        _propagate(inner, signals, errors, gradients)
+        raise_problems(inner)
+        if not gradients.plan.exact:
+            self.d, self.t = [None], []
+        return [signals.get(output)]
+
+    def pull(self, r: list[Tensor | None], gradients: Gradients, wanted: bool) -> list[Tensor | None]:
+        """Exact mode: R{d} of the arguments from that of the output; adds all products inside the block."""
+        (d,) = self.d
+        if d is None:
+            return [None] * len(self.op.active)
+        inner, u = self._recorded()
+        inner.needs_input_errors = wanted
+        start = [] if r[0] is None else [(inner.meta_of(u), r[0])]
+        _, errors = _errors(inner, gradients.plan, u, d)
+        check_hooks(inner, 'use mode="paper", or remove the hook')
+        del u
+        steps = _propagate(inner, self._signals(inner), errors, gradients, keep=True)
+        pulled = backward_again(inner, steps, start, gradients)
+        raise_problems(inner)
+        return pulled
+
+    def _recorded(self) -> tuple[Record, Tensor]:
+        """The block's operations on a tape of their own, and its output."""
+        block, inner = self.op, Record(self.op.autocast[0])
+        values = block.arguments(self.recomputed)
+        with torch.enable_grad():
+            for i, _ in block.active:
+                values[i] = inner.add_input(values[i])
+            args, kwargs = unflatten(values, block.spec)
+            with as_recorded(block.func, block.autocast, block.rng), intercepting_functions(), inner:
+                result = block.func(*args, **kwargs)
+            u = block.output_in(result, inner.operations, inner.meta_of)
+            inner.prune(to_loss=False, outputs=[inner.meta_of(u)] if block.pushes else [])
+        return inner, u
+
+    def _signals(self, inner: Record) -> Signals:
+        signals = inner.signals()
+        for (_, _, z), s in zip(inner.inputs, self.t, strict=True):
+            signals.put(z, s)
+        return signals
+
+
+def raise_problems(tape: Record) -> None:
+    if tape.problems:
+        raise UnsupportedError(tape.problems)
 
 
 def _start(

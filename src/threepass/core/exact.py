@@ -17,19 +17,21 @@ A convolution takes six units: forward, error, tangent, R{d}, and two products f
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from ..tape.record import Record
 from ..tape.signals import ActivationMeta
 from .gradients import Gradients
-from .propagation import Propagation
 
 
 def backward_again(
-    tape: Record, steps: list[Propagation], start: Sequence[tuple[ActivationMeta, Tensor]], gradients: Gradients
-) -> None:
-    """Propagates R{d} backward and adds its products to the gradients; consumes the steps that pass 3 returned.
+    tape: Record, steps: list[Any], start: Sequence[tuple[ActivationMeta, Tensor]], gradients: Gradients
+) -> list[Tensor | None]:
+    """Propagates R{d} backward and adds its products to the gradients; returns R{d} of the inputs.
+
+    steps: what pass 3 returned for each operation; they are consumed.
 
     start: the tensors where R{d} starts, with what is added to it there; it is zero everywhere else downstream.
     """
@@ -51,3 +53,4 @@ def backward_again(
     for source, _, z in tape.inputs:
         if source.requires_grad:
             gradients.add(source, None, signals.get(z))
+    return [signals.get(z) for _, _, z in tape.inputs]

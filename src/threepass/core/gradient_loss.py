@@ -32,7 +32,7 @@ from ..rules.generic import nodes_of
 from ..tape.record import Record
 from ..tape.signals import ActivationMeta
 from ..tape.state import autograd_enabled, unchanged_on_error
-from .engine import Task, backward, check_hooks, forward, forward_again, like_x
+from .engine import Task, backward, check_hooks, forward, forward_again, like_x, raise_problems
 from .exact import backward_again
 from .gradients import Gradients
 from .options import check_input_options, check_loss, check_model, check_tensors
@@ -193,10 +193,10 @@ def _passes(task: Task, options: GradientOptions, warn: bool, seed, module_paths
             start = loss.starts(tape, last)
             if plan.exact:
                 backward_again(tape, steps, start, last)
-        if tape.problems:
-            raise UnsupportedError(tape.problems)
+        raise_problems(tape)
         if warn:
-            warn_of_other_leaves(model, max(loss.other_leaves, *(z.count_other_leaves(parameters) for z in gradients)))
+            others = [z.count_other_leaves(parameters, tape.sources()) for z in gradients]
+            warn_of_other_leaves(model, max(loss.other_leaves, *others))
         terms = [_times(size, each.finish(parameters)[0]) for each in gradients]
 
     return GradientResult(

@@ -140,9 +140,9 @@ class Gradients:
             Operand.T: third * self.third_scale,
         }
 
-    def count_other_leaves(self, parameters: Parameters) -> int:
-        """How many tensors that require grad were used but are not parameters of the model."""
-        own = {id(p) for p in parameters.values()}
+    def count_other_leaves(self, parameters: Parameters, inputs: Iterable[Tensor]) -> int:
+        """How many tensors that require grad were used but are neither parameters of the model nor its inputs."""
+        own = {id(z) for z in (*parameters.values(), *inputs)}
         weights = {key: weight for term in self.products.values() for key, (weight, _) in term.items()}
         return sum(weight.is_leaf for key, weight in weights.items() if key not in own)
 

@@ -161,8 +161,10 @@ def check_x(x: Any, options: Options) -> int:
 
 
 def own_loss(output: Any, y: Any) -> Any:
-    """`loss_fn=None`: the loss that the model itself returns, as `output.loss` or `output["loss"]`."""
+    """`loss_fn=None`: the loss that the model returns, as `output.loss`, `output["loss"]` or first in a tuple."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(output, tuple) and output and isinstance(output[0], Tensor) and output[0].ndim == 0:
+        loss = output[0]
     if loss is None:
         raise ValueError(
             f"loss_fn=None takes the model's own loss, but its output, a {type(output).__name__}, has none: pass a "

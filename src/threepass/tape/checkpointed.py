@@ -1,23 +1,28 @@
 """Blocks under activation checkpointing: `torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)`.
 
-Plain training keeps the inputs of the blocks, and recomputes a block when its backward pass comes to it. In paper mode
-so do three passes. The operations of a block are dropped from the tape when it ends, and one `Block` takes their place:
+Plain training keeps the inputs of the blocks, and recomputes a block when its backward pass comes to it. So do three
+passes. The operations of a block are dropped from the tape when it ends, and one `Block` takes their place:
 
     pass 1   keeps the block's arguments
     pass 2   recomputes the block, as PyTorch does it, and keeps the error of its output alone
     pass 3   records the block once more on a tape of its own, computes the errors inside it by a backward pass from
              the error of its output, pushes t through it, and drops all of it again
 
-So the memory is that of arguments and errors between blocks, and of one block. A block takes 7 units of arithmetic (3
-forward, 2 backward, tangent, weights) where checkpointed plain training takes 4.
+Pass 3 comes to the blocks in their order and recomputes their outputs, so that arguments which are outputs of other
+blocks are not kept after pass 2 (`chain`). So the memory is that of the errors between blocks, and of one block: its
+activations, errors and tangents. A block takes 7 units of arithmetic (3 forward, 2 backward, tangent, weights) where
+checkpointed plain training takes 4.
+
+In exact mode pass 3 pushes t alone, and the backward pass after it records the block again, computes the errors and
+tangents inside it, and pulls R{d} through it. Arguments, errors and tangents between blocks are kept until then, and a
+block takes 11 units (4 forward, 2 backward, 2 tangents, R{d}, 2 weights).
 
 A block is kept operation by operation where it cannot be recorded again alone: it reads activations that are not among
 its arguments, writes in place or to buffers (a batch norm's running statistics), computes weights from parameters, or
-has several outputs. So are all operations in exact mode, whose backward pass would need the tangents between blocks as
-well, in captured steps, and in models that are sharded by `fully_shard`.
+has several outputs. So are all operations in captured steps, and in models that are sharded by `fully_shard`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +32,7 @@ from torch.autograd.graph import GradientEdge
 from .arguments import tensors_in
 from .operation import Operation
 from .replay import SILENT_WRITES
-from .signals import ActivationMeta
+from .signals import ActivationMeta, Storage
 
 
 class BlockError(Exception):
@@ -38,11 +43,14 @@ class BlockError(Exception):
 class Block(Operation):
     """A checkpointed function as one operation on the tape, whose arguments are `values`.
 
-    inside: its operations, without their tensors; edges: of what they computed, in the autograd graph.
+    inside: its operations, without their tensors; edges: of what they computed, in the autograd graph; chained: the
+    positions of arguments that are outputs of other blocks, and are not kept.
     """
 
     inside: list[Operation] = field(default_factory=list)
     edges: dict[ActivationMeta, GradientEdge] = field(default_factory=dict)
+    chained: list[int] = field(default_factory=list)
+    is_read_by_block: bool = False
 
     def settle(self, read: set[ActivationMeta]) -> None:
         """Finds the output: the one result that operations outside the block read."""
@@ -52,6 +60,15 @@ class Block(Operation):
         for op, u in outputs:
             self.outputs, self.error_edges, self.base = [u], [self.edges[u]], op.base
         self.edges = {}
+
+    def arguments(self, recomputed: dict[ActivationMeta, Tensor]) -> list[Any]:
+        """Its arguments, those that are not kept from what pass 3 recomputed."""
+        values, metas = list(self.values), dict(self.active)
+        for i in self.chained:
+            if metas[i] not in recomputed:  # the loss does not depend on the block that computes it
+                raise BlockError
+            values[i] = recomputed[metas[i]]
+        return values
 
     def output_in(
         self, result: Any, operations: Iterable[Operation], meta_of: Callable[[Tensor], ActivationMeta]
@@ -63,6 +80,16 @@ class Block(Operation):
         if not found:
             raise BlockError
         return found[0]
+
+
+def chain(blocks: list[Block], aliased: Container[Storage]) -> None:
+    """Frees the arguments of blocks that are outputs of other blocks: in pass 3, these are recomputed in order."""
+    producers = {u: block for block in blocks for u in block.outputs if u.storage not in aliased}
+    for block in blocks:
+        block.chained = [i for i, z in block.active if z in producers]
+        for i, z in block.active:
+            if z in producers:
+                producers[z].is_read_by_block, block.values[i] = True, None
 
 
 def can_be_recorded_again(operations: list[Operation], arguments: list[ActivationMeta]) -> bool:

@@ -34,7 +34,7 @@ from ..rules.sync_batch_norm import groups_of, largest
 from ..rules.table import Rule, Tap, rule_for
 from .activity import ActivityTracker
 from .arguments import flatten, tensors_in, unflatten
-from .checkpointed import Block, can_be_recorded_again, without_tensors
+from .checkpointed import Block, can_be_recorded_again, chain, without_tensors
 from .functions import traits_of
 from .intercept import REPLACED, intercepting_functions, with_separate_histories
 from .operation import Operation, results_of, without_contents
@@ -71,6 +71,7 @@ class Record(ActivityTracker):
         self.module_paths = module_paths  # note in which module an operation runs, for messages
         self.operations: deque[Operation] = deque()  # in execution order
         self.inputs: list[Input] = []
+        self.needs_input_errors = False  # R{d} of the inputs is needed, as it is inside of a block
         self.has_internal_input = False  # the input is the output of a module, not x
         self.half: set[torch.dtype] = set()  # the half-precision formats that operations ran in
         self.recording = True
@@ -92,6 +93,10 @@ class Record(ActivityTracker):
         with DisableTorchFunction():
             self._mark_computed(given)
 
+    def sources(self) -> list[Tensor]:
+        """The inputs, as they were given."""
+        return [given.source for given in self.inputs]
+
     def signals(self) -> "Signals":
         return Signals(self._aliased)
 
@@ -100,7 +105,7 @@ class Record(ActivityTracker):
 
         to_loss: pass 3 goes on to the loss; else to the last operation that has weights, and to the outputs.
         """
-        self._settle_blocks()
+        self._settle_blocks(chained=not to_loss)
         read_downstream: set[Any] = set(map(self._signal_key, outputs))
         operations = []
         for op in reversed(self.operations):
@@ -119,13 +124,15 @@ class Record(ActivityTracker):
         self._producers = {}
         self._readers.clear()  # from here on, the tape has the only reference to an operation
 
-    def _settle_blocks(self) -> None:
+    def _settle_blocks(self, chained: bool) -> None:
         blocks = [op for op in self.operations if isinstance(op, Block)]
         if blocks:
             read = {z for op in self.operations for _, z in op.active}
             for block in blocks:
                 block.settle(read)
             self.operations = deque(op for op in self.operations if op.outputs)  # of others, nothing is read
+            if chained:
+                chain([block for block in blocks if block.outputs], self._aliased)
 
     def consume(self) -> Iterator[Operation]:
         """The operations in execution order; the tape drops each, so that its activations can be freed."""
@@ -150,7 +157,9 @@ class Record(ActivityTracker):
 
     def needs_error(self, z: ActivationMeta) -> bool:
         """Whether R{d} of z is needed: of an input, only where weights upstream of it are trained."""
-        return all(z is not given.meta or given.source.requires_grad for given in self.inputs)
+        return self.needs_input_errors or all(
+            z is not given.meta or given.source.requires_grad for given in self.inputs
+        )
 
     def _signal_key(self, z: ActivationMeta) -> Any:
         return z.storage if z.storage in self._aliased else z
