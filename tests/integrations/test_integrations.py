@@ -124,14 +124,14 @@ def test_accelerate():
 # Lightning
 
 
-def fit_with_lightning(module, tmp_path, callback, **options) -> None:
+def fit_with_lightning(module, tmp_path, callback=None, **options) -> None:
     import lightning
 
     torch.manual_seed(1)
     data = TensorDataset(torch.randn(8, 5).double(), torch.randint(4, (8,)))
     trainer = lightning.Trainer(
         max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=tmp_path, callbacks=[callback], **options,
+        enable_model_summary=False, default_root_dir=tmp_path, callbacks=callback, **options,
     )  # fmt: skip
     trainer.fit(module, DataLoader(data, 8 // options.get("accumulate_grad_batches", 1)))
 
@@ -156,6 +156,40 @@ def test_lightning_callback(dictionary, accumulated, tmp_path):
         optimizer.step()
     assert_close(parameters(module.net), parameters(twin), 1e-12)
     assert callback.state_dict() == {"calls": 2 * accumulated}
+
+
+def test_lightning_with_manual_optimization_calls_the_step_itself(tmp_path):
+    """`ThreePass` in `training_step`, called as in any loop or as a loss for `manual_backward`."""
+
+    def manual(by_loss: bool):
+        module = lightning_module(False)
+        module.automatic_optimization = False
+        step = threepass.ThreePass(module.net, F.cross_entropy, alpha=0.3, mode="exact")
+
+        def training_step(batch, batch_idx):
+            optimizer = module.optimizers()
+            optimizer.zero_grad()
+            if by_loss:
+                module.manual_backward(step.loss(*batch))
+            else:
+                step(*batch)
+            optimizer.step()
+
+        module.training_step = training_step
+        fit_with_lightning(module, tmp_path)
+        return module
+
+    called, by_loss = manual(False), manual(True)
+    twin = lightning_module(False).net
+    optimizer = torch.optim.SGD(twin.parameters(), LR)
+    torch.manual_seed(1)
+    x, y = torch.randn(8, 5).double(), torch.randint(4, (8,))
+    for _ in range(2):
+        optimizer.zero_grad()
+        threepass.ThreePass(twin, F.cross_entropy, alpha=0.3, mode="exact")(x, y)
+        optimizer.step()
+    assert_close(parameters(called.net), parameters(twin), 1e-12)
+    assert_close(parameters(by_loss.net), parameters(twin), 1e-12)
 
 
 def test_lightning_with_manual_optimization_is_refused(tmp_path):
