@@ -56,6 +56,7 @@ DRAWS = {
     "new noise": lambda z: z + torch.randn(z.shape, dtype=z.dtype) + torch.rand(z.shape[1], dtype=z.dtype),
     "in place": lambda z: z + torch.empty_like(z).normal_(0, 0.1) + torch.empty_like(z).uniform_(-1, 1),
     "gumbel": lambda z: F.gumbel_softmax(z, hard=False),
+    "attention": lambda z: F.scaled_dot_product_attention(*3 * [z.view(-1, 20, 20)], dropout_p=0.3).reshape(z.shape),
     "permutation": lambda z: z[torch.randperm(len(z))] + torch.randint(3, (len(z), 1)),
 }
 
@@ -95,6 +96,71 @@ def test_dropout_keeps_the_part_that_it_is_told_to():
     torch.testing.assert_close(
         grad[kept == 1].abs().mean(), (model[1].weight.sum(0).abs() / 0.7).mean(), rtol=0.1, atol=0
     )
+
+
+class Attention(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        heads = 2 if "enable_gqa" in options else 4
+        self.q, self.kv = nn.Linear(6, 4 * 3).double(), nn.Linear(6, 2 * heads * 3).double()
+        self.options = options
+
+    def forward(self, x):
+        q, k, v = (z.unflatten(-1, (-1, 3)).transpose(1, 2) for z in (self.q(x), *self.kv(x).chunk(2, -1)))
+        return F.scaled_dot_product_attention(q, k, v, **self.options).mean((1, 2))
+
+
+def program_of(model, x, y, **options):
+    """A step of a net as a program of (weights of the terms, seed): the gradients and the input loss."""
+
+    def step(weights, seed, x, y):
+        r = run(model, F.cross_entropy, x, y, Options(**options), weights=(weights[0], weights[1]), seed=seed)
+        return [*r.grads.values(), r.input_loss]
+
+    program = trace(step, [torch.ones(2).double(), seed(1), x, y])
+    return lambda weights, i: program(torch.tensor(weights).double(), seed(i), x, y)
+
+
+WITHOUT_SOME = torch.ones(5, 5, dtype=torch.bool).tril().index_fill(0, torch.tensor(2), False)  # a row has nothing left
+ATTENTIONS = {
+    "plain": {},
+    "scale": {"scale": 0.7},
+    "causal": {"is_causal": True},
+    "mask": {"attn_mask": WITHOUT_SOME},
+    "added": {"attn_mask": torch.arange(25.0).view(5, 5).double().sin()},
+    "grouped": {"enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention_with_dropout_is_attention(name, mode):
+    """With a dropout that drops nothing, the operations of a captured step give what the fused one gives."""
+    torch.manual_seed(0)
+    model, x, y = Attention(**ATTENTIONS[name]), torch.randn(4, 5, 6).double(), torch.randint(3, (4,))
+    expected = run(model, F.cross_entropy, x, y, Options(mode=mode, strength=1.0))
+    model.options["dropout_p"] = 1e-13
+    got = program_of(model, x, y, mode=mode, strength=1.0)([1.0, 1.0], 1)
+    for ours, theirs in zip(got, [*expected.grads.values(), expected.input_loss], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_all_passes_of_attention_have_one_mask():
+    """The third term in exact mode against finite differences of the input loss, under one seed."""
+    torch.manual_seed(0)
+    model, x, y = Attention(dropout_p=0.4), torch.randn(4, 5, 6).double(), torch.randint(3, (4,))
+    program = program_of(model, x, y, mode="exact", strength=1.0)
+    *grads, _ = program([0.0, 1.0], 7)
+    direction, epsilon, values = [torch.randn_like(p) for p in model.parameters()], 1e-5, []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for p, v in zip(model.parameters(), direction, strict=True):
+                p.add_(v, alpha=sign * epsilon)
+            values.append(program([0.0, 1.0], 7)[-1].item())
+            for p, v in zip(model.parameters(), direction, strict=True):
+                p.sub_(v, alpha=sign * epsilon)
+    slope = sum((g * v).sum().item() for g, v in zip(grads, direction, strict=True))
+    assert slope == pytest.approx((values[0] - values[1]) / (2 * epsilon), rel=1e-6)
 
 
 def test_what_cannot_be_repeated_is_refused():

@@ -34,6 +34,7 @@ from ..rules.sync_batch_norm import groups_of, largest
 from ..rules.table import Rule, Tap, rule_for
 from .activity import ActivityTracker
 from .arguments import flatten, tensors_in, unflatten
+from .attention_dropout import body_in_trace
 from .checkpointed import Block, can_be_recorded_again, chain, without_tensors
 from .functions import traits_of
 from .intercept import REPLACED, intercepting_functions, with_separate_histories
@@ -229,7 +230,8 @@ class Record(ActivityTracker):
         traits = traits_of(func)
         if traits.is_metadata or innermost_transform() is not None:
             return func(*args, **kwargs)
-        if traits.body is not None and func not in self._open_functions:
+        body = traits.body or body_in_trace(func, args, kwargs)
+        if body is not None and func not in self._open_functions:
             if func is Tensor.register_hook:
                 return self._register_hook(*args, **kwargs)
             if func is torch.autograd.grad and self.recording:
@@ -237,7 +239,7 @@ class Record(ActivityTracker):
             self._open_functions.append(func)
             try:
                 with self:
-                    return traits.body(*args, **kwargs)
+                    return body(*args, **kwargs)
             finally:
                 self._open_functions.pop()
         values, spec = flatten(args, kwargs)

@@ -11,10 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .._torch_compat import arguments_of, get_proxy_mode, set_mkldnn_enabled
 from ..errors import CaptureError
 from ..rules.table import name_of
+from .attention_dropout import ATTENTION
 from .functions import Traits
 from .state import random_state, set_random_state
 
-ATTENTION = torch.nn.functional.scaled_dot_product_attention
 # By cuDNN and oneDNN; PyTorch's own kernels can be differentiated twice.
 _ONCE_DIFFERENTIABLE = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.grid_sampler)
 SILENT_WRITES = {torch.batch_norm: (3, 4), torch.instance_norm: (3, 4)}  # running statistics: no version changes
@@ -37,8 +37,7 @@ def refusing_random_numbers_in_trace(what: str) -> Iterator[None]:
     before = _draws(mode)
     yield
     if _draws(mode) != before:
-        hint = ": set the dropout of the attention to 0 to compile the step" if what == ATTENTION.__name__ else ""
-        raise CaptureError(f"{what} draws random numbers inside, and a later pass needs the same ones again{hint}")
+        raise CaptureError(f"{what} draws random numbers inside, and a later pass needs the same ones again")
 
 
 def _draws(mode: Any) -> int:
