@@ -5,7 +5,7 @@
 Peak bytes that a step allocates beyond the parameters and their gradients, on a CPU, eager. Bytes do not
 depend on how busy the machine is. It takes some minutes, most of them for the profiler's records.
 
-Result: results/bench/cpu-checkpointing.json, quoted by docs/speed.md.
+Result: results/bench/cpu-checkpointing.json, quoted by docs/speed-details.md.
 """
 
 import argparse

@@ -190,7 +190,7 @@ def test_the_cost_of_losses_is_that_of_the_result_file():
 
 def test_memory_with_checkpoints_is_that_of_the_result_file():
     rows = json.loads((BENCH / "cpu-checkpointing.json").read_text())["rows"]
-    page = (ROOT / "docs" / "speed.md").read_text()
+    page = (ROOT / "docs" / "speed-details.md").read_text()
     for row in rows:
         if row["checkpointed"]:
             assert f"| {row['blocks']} | {row['paper']:.2f}x | {row['exact']:.2f}x |" in page
