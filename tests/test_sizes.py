@@ -20,7 +20,7 @@ PUBLIC = {  # signatures that users see: in the API reference, or the options of
     "train.data.batches.Batches.__init__",
     "train.loop.fit",
 }
-WITH_ARGUMENTS_OF = {  # an operation's own: the same computation without Triton, or a launcher of its kernel
+WITH_ARGUMENTS_OF = {  # an operation's own: the same computation in other operations, or a launcher of its kernel
     "kernels.batch_norm.triton_kernel.gated_moments",
     "kernels.batch_norm.triton_kernel.moments",
     "kernels.layer_norm._empty",
@@ -28,6 +28,7 @@ WITH_ARGUMENTS_OF = {  # an operation's own: the same computation without Triton
     "kernels.layer_norm._plain_bend",
     "rules.norm._BatchNorm.forward",
     "rules.norm._tap",
+    "tape.attention_dropout._attention",
 }
 OTHERS = {
     "bench.large._measure",
