@@ -93,7 +93,7 @@ class Study:
         self.tasks: dict[str, Task] = {name: load(name, args.data) for name in TASKS}
         self.words = {name: Words(self.folder, length, args.device) for name, length in TASKS.items()}
         self.end = time.monotonic() + 60 * args.minutes
-        self.made: dict[tuple[str, str, float], tuple[Classifier, Step]] = {}
+        self.made: dict[tuple[str, str], tuple[Classifier, Step]] = {}
 
     def run(self) -> None:
         index, of = map(int, self.args.share.split("/"))
@@ -117,14 +117,18 @@ class Study:
         return record
 
     def prepared(self, setting: Setting) -> tuple[Classifier, Step]:
-        """The pretrained encoder with a new head, and its step, which is compiled once for many runs."""
+        """The pretrained encoder with a new head, and its step; one compiled step serves all strengths of a task."""
         cell, device = setting.cell, self.args.device
         torch.manual_seed(setting.seed)
-        fresh, known = Classifier(self.folder, self.tasks[cell.task].classes), (cell.task, cell.method, setting.value)
+        fresh, known = Classifier(self.folder, self.tasks[cell.task].classes), (cell.task, cell.method)
         if known not in self.made:
             model = copy.deepcopy(fresh).to(device)
             self.made[known] = model, make_step(cell.method, model, setting.value, device != "cpu")
         model, step = self.made[known]
+        if isinstance(step, threepass.ThreePass):
+            step.options["strength"] = setting.value
+        else:
+            step = make_step(cell.method, model, setting.value, False)
         model.load_state_dict(fresh.state_dict())
         return model.train(), step
 

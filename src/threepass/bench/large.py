@@ -72,16 +72,15 @@ def large(
         raise ValueError(f"unknown net {unknown[0]!r}: give some of {', '.join(cases)}")
     deadline = time.monotonic() + (math.inf if minutes is None else 60 * minutes)
     out.mkdir(parents=True, exist_ok=True)
-    files = []
-    for name in nets or cases:
-        case = replace(cases[name], device=device, checkpointing=checkpointing).settled()
-        files.append(out / f"{slug(case)}.json")
-        for stage in ("prepare",) if prepare else ("time", "largest"):
+    chosen = [replace(cases[name], device=device, checkpointing=checkpointing).settled() for name in nets or cases]
+    files = [out / f"{slug(case)}.json" for case in chosen]
+    for stage in ("prepare",) if prepare else ("time", "largest"):  # what `minutes` cuts off is the largest batches
+        for case, file in zip(chosen, files, strict=True):
             left = deadline - time.monotonic()
             if left > 0:
-                command = [sys.executable, "-m", "threepass.bench.large", to_json(case), str(files[-1]), stage]
+                command = [sys.executable, "-m", "threepass.bench.large", to_json(case), str(file), stage]
                 words = last_words(command, None if left == math.inf else left)
-                print(f"{files[-1].stem}, {stage}: {words or 'done'}", flush=True)
+                print(f"{file.stem}, {stage}: {words or 'done'}", flush=True)
     return [file for file in files if file.exists()]
 
 
