@@ -186,5 +186,5 @@ def test_memory_is_that_of_block_boundaries(mode, between):
     for model.checkpointed in (True, False):
         kept[model.checkpointed] = peak_bytes(step, cuda=False)
     boundaries, inside = 12 * x.nbytes, 10 * x.nbytes
-    assert kept[True] < between * boundaries + 2.5 * inside
+    assert kept[True] < between * boundaries + 3 * inside
     assert kept[False] > 12 * inside

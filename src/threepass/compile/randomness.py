@@ -42,9 +42,13 @@ def _hash(h: Tensor) -> Tensor:
 
 
 def uniform(shape: Sequence[int], seed: Tensor) -> Tensor:
-    """In (0, 1), in float32."""
-    places = torch.arange(math.prod(shape), device=seed.device).to(torch.int32) * -1640531535
-    bits = (_hash(places + seed) >> 9) & 0x7FFFFF
+    """In (0, 1), in float32.
+
+    A place meets the seed before it is multiplied: Inductor takes a multiple of a place for an index, multiplies its
+    constants, and Triton refuses the product, which is beyond 32 bits.
+    """
+    places = torch.arange(math.prod(shape), device=seed.device).to(torch.int32) ^ seed
+    bits = (_hash(places * -1640531535 + seed) >> 9) & 0x7FFFFF
     return ((bits.to(torch.float32) + 0.5) * 2**-23).view(list(shape))
 
 
