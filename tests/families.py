@@ -102,7 +102,7 @@ def depthwise(size: str = "tiny") -> Problem:
 
 
 def lstm(size: str = "tiny") -> Problem:
-    words, width, batch, length = (8192, 256, 64, 16) if size == "real" else (11, 4, 3, 3)
+    words, width, batch, length = (8192, 256, 64, 8) if size == "real" else (11, 4, 3, 3)
     tokens = torch.randint(words, (batch, length + 1))
     return Recurrent(nn.LSTM, words, width), token_loss, tokens[:, :-1], tokens[:, 1:]
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from threepass.compile.randomness import normal, seeds_op, uniform
@@ -31,6 +32,21 @@ def test_uniform_and_normal_numbers():
     assert abs(n.mean()) < 0.03
     assert abs(n.std() - 1) < 0.03
     assert abs((n**4).mean() - 3) < 0.4
+
+
+def test_places_are_multiplied_only_together_with_the_seed():
+    """Inductor computes multiples of a mere index with constants that Triton refuses, being beyond 32 bits."""
+    graph = make_fx(lambda seed: uniform([4, 384], seed))(seed(5)).graph
+    (given,) = graph.find_nodes(op="placeholder")
+    products = graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    integer = [node for node in products if node.meta["val"].dtype == torch.int32]
+    assert integer
+    for node in integer:
+        assert given in ancestors(node)
+
+
+def ancestors(node):
+    return {z for source in node.all_input_nodes for z in (source, *ancestors(source))}
 
 
 def test_seeds_of_a_step_do_not_collide():
