@@ -12,11 +12,12 @@ First, every net's gradients are compared with double backward in float64 at a t
 allocated, without the CUDA graph, whose memory is a pool of its own. The largest batch, on a GPU: where the peak, in
 proportion to the batch but for the weights' gradients, meets the memory of the device.
 
-On a CPU a step has one thread, and its seconds are processor time, which other programs on the machine hardly change.
+On a CPU a step has one thread, its seconds are processor time, and the methods of a net take turns.
 
-Each row is written as soon as it is measured, and rows that are in the file are left out, so that a run that was
-stopped, or that --minutes ended, goes on. --prepare compiles without timing, so that a later run finds its programs in
-the caches (TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR). --size tiny: a test of all paths.
+On a GPU each row is written as soon as it is measured, on a CPU the rows of a net together, and rows that are in the
+file are left out, so that a run that was stopped, or that --minutes ended, goes on. --prepare compiles without timing,
+so that a later run finds its programs in the caches (TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR). --size tiny: a test of
+all paths.
 
 Result: results/gradient-losses/h200.json and cpu.json, quoted by docs/gradient-losses.md.
 """
@@ -184,35 +185,52 @@ def doubles_by_default() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def measure(name: str, method: str, size: str, device: str, rounds: int) -> dict[str, Any]:
-    """Seconds, peak bytes, the first calls' seconds and the distance from double backward; or why the method fails."""
-    problem, cuda = make(name, size, device), device == "cuda"
+class Started(NamedTuple):
+    """A step that ran once, on a problem of its own, and its row so far; or no step, and a row that says why."""
+
+    problem: Problem
+    step: Step | None
+    row: dict[str, Any]
+
+
+def start(name: str, method: str, size: str, device: str) -> Started:
+    """Makes a method's step: the seconds of its first call, and its distance from double backward."""
+    problem = make(name, size, device)
     reference = None if method == "plain" else double(copy.deepcopy(problem))()
     began = time.perf_counter()
     try:
         step = METHODS[method](problem)
         grads = step.run()
-        first = time.perf_counter() - began
-        row = {"first_seconds": first, "difference": None if reference is None else difference(grads, reference)}
-        row["commit"] = commit()
-        row |= summary(
-            take_turns({method: step.run}, rounds, cuda)[method] if cuda else processor_seconds(step.run, rounds)
-        )
-        row["peak_bytes"] = peak_bytes(step.bare, cuda)
     except Exception as error:  # whatever a method does not support, the others still count
-        return {"fails": f"{type(error).__name__}: {str(error).strip()[:300]}"}
-    if cuda:
-        row["largest_batch"] = largest_batch(problem, SIZES[size][name][0], row["peak_bytes"])
-    return row
+        return Started(problem, None, {"fails": f"{type(error).__name__}: {str(error).strip()[:300]}"})
+    row = {"first_seconds": time.perf_counter() - began, "commit": commit()}
+    row["difference"] = None if reference is None else difference(grads, reference)
+    return Started(problem, step, row)
 
 
-def processor_seconds(run: Run, rounds: int) -> list[float]:
-    times = []
+def measure(name: str, methods: Iterable[str], size: str, device: str, rounds: int) -> dict[str, dict[str, Any]]:
+    """The rows of some methods, whose steps take turns."""
+    cuda = device == "cuda"
+    started = {method: start(name, method, size, device) for method in methods}
+    runs = {method: s.step.run for method, s in started.items() if s.step is not None}
+    times = take_turns(runs, rounds, cuda) if cuda else processor_seconds(runs, rounds)
+    for method, (problem, step, row) in started.items():
+        if step is not None:
+            row |= summary(times[method])
+            row["peak_bytes"] = peak_bytes(step.bare, cuda)
+            if cuda:
+                row["largest_batch"] = largest_batch(problem, SIZES[size][name][0], row["peak_bytes"])
+    return {method: s.row for method, s in started.items()}
+
+
+def processor_seconds(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {method: [] for method in runs}
     for _ in range(rounds):
-        run()  # a step follows one of its own kind, as in training
-        began = time.process_time()
-        run()
-        times.append(time.process_time() - began)
+        for method, run in runs.items():
+            run()  # a step follows one of its own kind, as in training
+            began = time.process_time()
+            run()
+            times[method].append(time.process_time() - began)
     return times
 
 
@@ -255,7 +273,7 @@ def set_precision(name: str) -> None:
 
 
 def run_net(name: str, given: argparse.Namespace, found: dict[str, Any], deadline: float) -> None:
-    """The rows of a net that are not in the file yet."""
+    """The rows of a net that are not in the file yet: on a GPU one by one, because compiling takes most of its time."""
     size = given.size or given.device
     methods = [m for m in given.methods if given.device == "cuda" or not m.endswith("-graph")]
     if given.prepare:
@@ -265,15 +283,17 @@ def run_net(name: str, given: argparse.Namespace, found: dict[str, Any], deadlin
         name, {"size": SIZES[size][name], "tf32": torch.backends.cudnn.allow_tf32, "methods": {}}
     )
     rows = entry["methods"]
-    for method in [m for m in methods if m not in rows]:
+    missing = [m for m in methods if m not in rows]
+    for group in [[m] for m in missing] if given.device == "cuda" else [missing] if missing else []:
         if time.perf_counter() > deadline:
             return
         if "float64_difference" not in entry:
             entry["float64_difference"] = exactness(name)
-        rows[method] = measure(name, method, size, given.device, given.rounds)
+        rows |= measure(name, group, size, given.device, given.rounds)
         gc.collect()
         given.out.write_text(json.dumps(found, indent=1) + "\n")
-        show(name, method, rows[method], rows.get("plain", {}))
+        for method in group:
+            show(name, method, rows[method], rows.get("plain", {}))
 
 
 def main() -> None:
