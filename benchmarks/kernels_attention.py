@@ -10,8 +10,8 @@ yardsticks are torch's fused attention, forward, and forward and backward togeth
 tensor (batch, tokens, 3, heads, width), as a transformer has them. With --tune: every kernel's time by its blocks.
 With --quick: every call once, of two samples, checked and not timed, its name printed before it starts.
 
-Writes $OUT/kernels_attention.json if OUT is set; exits with 1 if an error is too large, and with 2, naming the call, if
-one leaves the GPU unusable, as an illegal memory access does: nothing that comes after it could be trusted.
+With --out FILE: all numbers, as JSON. Exits with 1 if an error is too large, and with 2, naming the call, if one leaves
+the GPU unusable, as an illegal memory access does: nothing that comes after it could be trusted.
 
 Result: printed, and no figure of it is quoted; docs/speed-details.md names it.
 """
@@ -293,6 +293,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="time every kernel by its blocks, and nothing else")
     parser.add_argument("--quick", action="store_true", help="every call once and not timed: for compute-sanitizer")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
     if options.tune:
@@ -322,9 +323,9 @@ def main() -> int:
         failed += not good
         print("ok    " if good else "FAILED", f"{error:.1e}" if isinstance(error, float) else error, name)
     print(f"{failed} failed; {time.perf_counter() - START:.0f} s")
-    if "OUT" in os.environ:
+    if options.out is not None:
         found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows, "checks": checks}
-        Path(os.environ["OUT"], "kernels_attention.json").write_text(json.dumps(found, indent=1))
+        options.out.write_text(json.dumps(found, indent=1))
     return int(failed > 0)
 
 

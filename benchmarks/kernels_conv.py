@@ -1,6 +1,6 @@
 """Checks and times the convolution kernels on a GPU, layer by layer of plain-20, beside cuDNN.
 
-    PYTHONPATH=src python benchmarks/kernels_conv.py
+    PYTHONPATH=src python benchmarks/kernels_conv.py --out results/bench/h200-kernels-conv.json
 
 For every layer shape, at batch 128 (float32 with TF32, bfloat16) and 1024 (bfloat16), in microseconds:
 
@@ -10,12 +10,12 @@ For every layer shape, at batch 128 (float32 with TF32, bfloat16) and 1024 (bflo
             and for a tangent that of what the mix adds to a
 
 A time is the median over replays of a CUDA graph of 20 calls; what fits the L2 cache stays there, for cuDNN too.
-Kernels are compiled beforehand by worker processes, into Triton's cache. With OUT set, all numbers go to
-$OUT/kernels_conv.json.
+Kernels are compiled beforehand by worker processes, into Triton's cache.
 
 Result: results/bench/h200-kernels-conv.json, quoted by docs/speed-details.md.
 """
 
+import argparse
 import functools
 import itertools
 import json
@@ -356,6 +356,9 @@ def check_compiled() -> dict[str, float]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write all numbers to this file")
+    out: Path | None = parser.parse_args().out
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = True
     compile_all()
@@ -372,8 +375,8 @@ def main() -> None:
     report["compiled"] = check_compiled()
     print("four layers and an input gradient, microseconds:", {k: round(v, 1) for k, v in report["compiled"].items()})
     print(f"{time.perf_counter() - start:.0f} s after compiling; device {torch.cuda.get_device_name()}")
-    if out := os.environ.get("OUT"):
-        Path(out, "kernels_conv.json").write_text(json.dumps(report | {"broken": BROKEN}, indent=1))
+    if out is not None:
+        out.write_text(json.dumps(report | {"broken": BROKEN}, indent=1))
     if BROKEN:
         raise SystemExit("\n".join(["BROKEN:", *BROKEN]))
     print("every check holds")
