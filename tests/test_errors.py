@@ -42,6 +42,7 @@ def call(model=None, loss_fn=F.cross_entropy, x=X, y=Y, **options):
         ({"x": ()}, TypeError, "x contains no tensor"),
         ({"x": torch.tensor(1.0)}, ValueError, "no batch dimension"),
         ({"model": lambda x: x}, TypeError, "model must be a torch.nn.Module"),
+        ({"model": nn.Linear(3, 4, device="meta")}, ValueError, r"on the meta device.*model\.to_empty"),
         ({"model": nn.LazyLinear(4)}, ValueError, r"lazy parameters.*run model\(x\) once"),
         ({"model": nn.ReLU()}, ValueError, "no parameter of the model requires grad"),
         ({"model": net().requires_grad_(False)}, ValueError, "no parameter of the model requires grad"),

@@ -51,7 +51,11 @@ def test_the_state_dict_has_the_names_that_it_had(model):
     assert list(model.state_dict()) == list(net().state_dict())
 
 
-def test_a_trained_model_has_no_hooks_and_no_new_attributes(model):
+@pytest.mark.parametrize("compile", [False, "require"])
+def test_a_trained_model_has_no_hooks_and_its_own_attributes(compile, graph_only):
+    model = net()
+    trained(model, compile)
+    assert repr(model) == repr(net())
     for ours, theirs in zip(model.modules(), net().modules(), strict=True):
         assert vars(ours).keys() == vars(theirs).keys()
         assert not ours._forward_hooks

@@ -79,17 +79,24 @@ def by_accelerate() -> nn.Module:
 
 def by_hugging_face(folder: Path) -> nn.Module:
     import transformers
+    from accelerate import PartialState
+    from accelerate.state import AcceleratorState
 
     from threepass.integrations.hugging_face import ThreePassTrainer
 
+    # Where there is no accelerator, Accelerate finds no backend by itself, and every rank would be alone: see the docs.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
     model = bert().float()
     args = transformers.TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=8 // RANKS // ACCUMULATED,
         gradient_accumulation_steps=ACCUMULATED, num_train_epochs=1, learning_rate=LR, lr_scheduler_type="constant",
-        optim="sgd", max_grad_norm=0.0, ddp_backend="gloo", report_to=[], save_strategy="no",
-        disable_tqdm=True, train_sampling_strategy="sequential", deepspeed=config(2),
+        optim="sgd", max_grad_norm=0.0, accelerator_config={"use_configured_state": True}, report_to=[],
+        save_strategy="no", disable_tqdm=True, train_sampling_strategy="sequential", deepspeed=config(2),
     )  # fmt: skip
     trainer = ThreePassTrainer(model=model, args=args, train_dataset=Sentences(16), three_pass=OPTIONS)
+    assert args.world_size == RANKS
     trainer.train()
     assert isinstance(trainer.model_wrapped, deepspeed.DeepSpeedEngine)
     return model
@@ -111,8 +118,7 @@ def refused(folder: Path) -> None:
 CASES = {f"stage {stage}": lambda folder, stage=stage: by_engine(stage) for stage in STAGES}
 CASES["captured"] = lambda folder: by_engine(2, compile=True)
 CASES["accelerate"] = lambda folder: by_accelerate()
-if RANKS == 1:  # without a GPU, TrainingArguments with a configuration of DeepSpeed do not see the other ranks
-    CASES["hugging_face"] = by_hugging_face
+CASES["hugging_face"] = by_hugging_face
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

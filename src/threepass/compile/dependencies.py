@@ -340,7 +340,8 @@ class Dependencies:
         if whole:
             self._sized.append(fields)
         if isinstance(fields, dict):
-            self._restorable.append((fields, {name: fields[name] for name in chosen}, whole))
+            restored = [name for name in fields if name not in _WALKED] if whole else chosen
+            self._restorable.append((fields, {name: fields[name] for name in restored}, whole))
         for name in chosen:
             value = fields[name]
             if isinstance(value, Tensor):

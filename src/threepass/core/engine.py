@@ -47,7 +47,7 @@ class Result:
 
     Attributes:
         output: what the model returned, detached.
-        loss: the loss, detached.
+        loss: the loss, detached, so that it has no `backward()`: the gradients are computed already.
         input_loss: the mean over the samples of the penalty, 1/2 |dl_i/dx_i|^2 by default, whatever the reduction.
         input_grad: dl/dx of the batch's loss, structured like x, with None for everything but floating-point tensors;
             with `wrt` a tensor, or a dict where it names several entries.

@@ -106,6 +106,11 @@ def check_model(model: Any) -> dict[str, nn.Parameter]:
     parameters = named.values()
     if any(map(is_lazy, parameters)):
         raise ValueError("the model has uninitialized lazy parameters: run model(x) once before")
+    if named and next(iter(parameters)).device.type == "meta":  # a look at the first one costs a step no time
+        raise ValueError(
+            "the model is on the meta device, where parameters have no values: call model.to_empty(device=...) and "
+            "load a state_dict or initialise the parameters"
+        )
     if not any(p.requires_grad for p in parameters):
         raise ValueError("no parameter of the model requires grad: call requires_grad_() on those to be trained")
     if any(p.is_inference() for p in parameters):
