@@ -23,6 +23,7 @@ from .train.config import Config
 
 if TYPE_CHECKING:
     from .bench.case import Case
+    from .study.reproduce.plan import Scale
     from .train.runs import Run
     from .train.trainer import Trainer
 
@@ -180,9 +181,32 @@ class Measurement:
         return Case(options=options, methods=methods or tuple(METHODS), **settings)
 
 
+@dataclass(frozen=True)
+class Extent:
+    """How much of the paper's experiments is run.
+
+    Args:
+        seeds: runs of every cell; default: as planned, three for the rows that matter most.
+        epochs: of every run; default: as planned.
+        examples: train on so many examples of a set; default: all.
+        quick: a small version for two CPU cores, narrow nets on 1000 examples, into runs/paper-quick.
+    """
+
+    seeds: int | None = None
+    epochs: int | None = None
+    examples: int | None = None
+    quick: bool = False
+
+    def scale(self) -> "Scale":
+        from .study.reproduce.plan import QUICK, Scale
+
+        given = Scale(self.seeds, self.epochs, self.examples)
+        return QUICK.replaced_by(given) if self.quick else given
+
+
 Flat = Parameter(name="*")  # the fields are flags without a prefix
 Settings = Parameter(name="*", group="Settings")
-TASK, MEASUREMENT, CONFIG = Task(), Measurement(), Config()  # the defaults
+TASK, MEASUREMENT, EXTENT, CONFIG = Task(), Measurement(), Extent(), Config()  # the defaults
 
 
 def train(
@@ -454,10 +478,7 @@ def reproduce(
     study: tuple[str, ...],
     /,
     *,
-    seeds: int | None = None,
-    epochs: int | None = None,
-    examples: int | None = None,
-    quick: bool = False,
+    extent: Annotated[Extent, Flat] = EXTENT,
     data: Path | None = None,
     results: Path | None = None,
     minutes: float | None = None,
@@ -470,10 +491,6 @@ def reproduce(
 
     Args:
         study: table2 mnist curves alpha0 rates batches deeper init alignment norms methods readings, all, or report.
-        seeds: runs of every cell; default: as planned, three for the rows that matter most.
-        epochs: of every run; default: as planned.
-        examples: train on so many examples of a set; default: all.
-        quick: a small version for two CPU cores, narrow nets on 1000 examples, into runs/paper-quick.
         data: the folder with the data sets; default: $THREEPASS_DATA, then ~/.cache/threepass.
         results: the folder of the records; default: results/paper.
         minutes: stop after so long, in the middle of a run if need be; the same command goes on.
@@ -487,11 +504,9 @@ def reproduce(
     from .study.reproduce import page as claims
     from .study.reproduce import plan, runner
 
-    scale = plan.Scale(seeds, epochs, examples)
-    if quick:
+    if extent.quick:
         torch.set_num_threads(1)  # on nets so narrow a second thread mostly waits for the first
-        scale = plan.QUICK.replaced_by(scale)
-    folder = results or Path("runs/paper-quick" if quick else "results/paper")
+    scale, folder = extent.scale(), results or Path("runs/paper-quick" if extent.quick else "results/paper")
     jobs = plan.plan([name for name in _words(study) if name != "report"], scale)
     place = runner.Place(data, device, compile)
     if list:
