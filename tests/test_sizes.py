@@ -29,19 +29,7 @@ WITH_ARGUMENTS_OF = {  # an operation's own: the same computation in other opera
     "rules.norm._tap",
     "tape.attention_dropout._attention",
 }
-OTHERS = {
-    "bench.large._measure",
-    "compile.capture.capture",
-    "compile.step.CompiledSteps.__call__",
-    "core.engine.run",
-    "core.gradient_loss.run",
-    "models._ViT.__init__",
-    "study.reproduce.plan.Study.job",
-    "train.sam.sam",
-    "train.steps.Steps.__init__",
-    "train.trainer.Trainer.__init__",
-    "train.validation.Validation.__init__",
-}
+OTHERS = {"compile.capture.capture", "compile.step.CompiledSteps.__call__"}
 OPERATIONS = ("rule(", "custom_op(", "register_fake", "fusible(", "on_its_device", "triton.jit")
 
 

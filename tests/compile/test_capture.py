@@ -21,7 +21,7 @@ from threepass.compile.inductor import warm_up
 from threepass.compile.rewrite import gates
 from threepass.compile.rewrite.sums import share_sums
 from threepass.compile.trace import trace
-from threepass.core.engine import run
+from threepass.core.engine import Task, run
 from threepass.core.options import Options
 from threepass.kernels import conv
 from threepass.models import mlp, plain, resnet, vit
@@ -61,7 +61,7 @@ def step_of(model, x, y, **options):
     options = Options(**options)
 
     def step(x, y, weights):
-        r = run(model, F.cross_entropy, x, y, options, weights=(weights[0], weights[1]))
+        r = run(Task(model, F.cross_entropy, x, y), options, weights=(weights[0], weights[1]))
         return [*r.grads.values(), r.loss, r.input_loss, r.input_grad]
 
     return step, [x, y, torch.tensor([options.back, options.third], dtype=torch.float64)]
@@ -139,11 +139,11 @@ def test_alpha_moves_within_one_program_and_every_k_has_two(traced_only):
     alphas = [0.1, 0.4, 0.7, 0.2]
     step = threepass.ThreePass(model, F.cross_entropy, alpha=lambda calls: alphas[calls], every=2, compile=True)
     for i, alpha in enumerate(alphas):
-        expected = run(model, F.cross_entropy, x, y, Options(alpha), third=i % 2 == 0)
+        expected = run(Task(model, F.cross_entropy, x, y), Options(alpha), third=i % 2 == 0)
         same(everything(step(x, y)), everything(expected), 1e-12)
     assert len(step.compiled.programs) == 2
     step.alpha = lambda calls: 0.3
-    expected = run(model, F.cross_entropy, x[:2], y[:2], Options(0.3))
+    expected = run(Task(model, F.cross_entropy, x[:2], y[:2]), Options(0.3))
     for _ in range(3):  # eagerly, captured, without the third pass, captured
         same(everything(step(x[:2], y[:2])), everything(expected), 1e-12)
         step.calls += 1

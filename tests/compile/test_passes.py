@@ -15,7 +15,7 @@ from threepass import models
 from threepass.compile.inductor import warm_up
 from threepass.compile.rewrite import products, sums
 from threepass.compile.trace import trace
-from threepass.core.engine import run
+from threepass.core.engine import Task, run
 from threepass.core.options import Options
 from threepass.kernels import batch_norm
 from threepass.numerics import packed
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 def step_of(model, mode, alpha=0.3):
     def step(weights, x, y):
-        r = run(model, F.cross_entropy, x, y, Options(alpha, mode=mode), weights=(weights[0], weights[1]))
+        r = run(Task(model, F.cross_entropy, x, y), Options(alpha, mode=mode), weights=(weights[0], weights[1]))
         return list(r.grads.values())
 
     return step

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from threepass import models
 from threepass.compile.capture import capture
 from threepass.compile.trace import trace
-from threepass.core.engine import run
+from threepass.core.engine import Task, run
 from threepass.core.options import Options
 from threepass.kernels import activation
 from threepass.kernels.activation import half_gelu
@@ -184,11 +184,11 @@ def step_of(name: str, dtype: torch.dtype, mode: str):
     options = Options(alpha=0.3, mode=mode)
 
     def step(weights, x, y):
-        grads = run(model, F.cross_entropy, x, y, options, weights=(weights[0], weights[1])).grads
+        grads = run(Task(model, F.cross_entropy, x, y), options, weights=(weights[0], weights[1])).grads
         return list(grads.values())
 
     def eager():
-        return list(run(model, F.cross_entropy, x, y, options).grads.values())
+        return list(run(Task(model, F.cross_entropy, x, y), options).grads.values())
 
     return step, [torch.tensor([0.3, 0.7], dtype=torch.float32), x, y], eager
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from threepass import models
 from threepass.compile.capture import capture
 from threepass.compile.trace import trace
-from threepass.core.engine import run
+from threepass.core.engine import Task, run
 from threepass.core.options import Options
 from threepass.kernels import layer_norm
 from threepass.numerics import packed
@@ -296,10 +296,11 @@ def step_of(net: str, dtype: torch.dtype, exact: bool = False, autocast: bool = 
 
     def step(x, y, weights):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return list(run(model, F.cross_entropy, x, y, options, weights=(weights[0], weights[1])).grads.values())
+            r = run(Task(model, F.cross_entropy, x, y), options, weights=(weights[0], weights[1]))
+        return list(r.grads.values())
 
     def eager():
-        return list(run(model, F.cross_entropy, *inputs[:2], options).grads.values())
+        return list(run(Task(model, F.cross_entropy, *inputs[:2]), options).grads.values())
 
     return step, inputs, eager
 
@@ -340,7 +341,7 @@ def test_separate_terms(mode):
 
     def step(x, y, weights=None):
         weights = None if weights is None else (weights[0], weights[1])
-        r = run(model, F.cross_entropy, x, y, options, weights=weights)
+        r = run(Task(model, F.cross_entropy, x, y), options, weights=weights)
         return [*r.grads.values(), *r.backprop_grads.values(), *r.third_grads.values()]
 
     inputs = [x, y, torch.tensor([0.5, 0.5])]
@@ -361,7 +362,7 @@ def test_first_of_all_and_before_a_flat_loss(dtype):
 
     def step(x, y, weights=None):
         weights = None if weights is None else (weights[0], weights[1])
-        return list(run(model, lambda u, y: (u * y).sum(), x, y, options, weights=weights).grads.values())
+        return list(run(Task(model, lambda u, y: (u * y).sum(), x, y), options, weights=weights).grads.values())
 
     mixed = [*inputs, torch.tensor([0.5, 0.5])]
     program = trace(step, mixed)

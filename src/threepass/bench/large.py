@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,14 @@ FEW = 4  # samples of which exact mode is compared with double backward, which n
 MOST_ON_CPU = 16  # a CPU's memory is not filled
 Report = dict[str, Any]
 Save = Callable[[Report], None]
+
+
+class Subject(NamedTuple):
+    """What is measured: a case, its model, and a batch of it."""
+
+    case: Case
+    model: nn.Module
+    batch: list[Tensor]
 
 
 def large(
@@ -104,7 +112,7 @@ def run(case: Case, report: Report, stage: str, save: Save) -> None:
             report["limits"] = limits(layers(model, batch[0]), report["ceilings"])
             save(report)
         for method in case.methods:
-            _measure(case, method, model, batch, report, timed, save)
+            _measure(Subject(case, model, batch), method, report, timed, save)
 
 
 def _few(batch: Sequence[Tensor]) -> list[Tensor]:
@@ -113,10 +121,9 @@ def _few(batch: Sequence[Tensor]) -> list[Tensor]:
     return [x[:FEW], y[: FEW * (len(y) // len(x))], v[:FEW]]
 
 
-def _measure(
-    case: Case, method: str, model: nn.Module, batch: list[Tensor], report: Report, timed: bool, save: Save
-) -> None:
+def _measure(subject: Subject, method: str, report: Report, timed: bool, save: Save) -> None:
     """The rows of a method: of plain training each form, of others the first that works."""
+    case, model, batch = subject
     expected: Sequence[Tensor] | None = None  # the reference, computed once
     for how, make in makers(method, case.device == "cuda"):
         row = report.setdefault("rows", {}).setdefault(f"{method}, {how}", {})

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._version import code_version
+from ..core.engine import Task
 from ..core.engine import run as three_passes
 from ..core.options import Options
 from ..errors import DivergedError
@@ -42,6 +43,7 @@ from ..train.data import Batches, DataSet, load
 from ..train.files import read_object, write_json
 from ..train.folder import fresh
 from ..train.loop import fit
+from ..train.metrics import GivenFunctions
 from ..train.optimizer import make_optimizer
 from ..train.trainer import Trainer
 from . import robust
@@ -372,7 +374,7 @@ def _step(model: nn.Module, config: Config, loss_fn: LossFn, x: Tensor, y: Tenso
         for i in range(config.every):
             optimizer.zero_grad()
             with torch.autocast(x.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
-                r = three_passes(model, loss_fn, x, y, options, third=i == 0, warn=False)
+                r = three_passes(Task(model, loss_fn, x, y), options, third=i == 0, warn=False)
             add_to_grad(model, r)
             optimizer.step()
 
@@ -405,7 +407,7 @@ def _check(plan: Comparison) -> None:
     if twice:
         raise ValueError(f"every variant needs a name of its own, also as a folder: {', '.join(map(repr, twice))}")
     for variant in plan.variants:  # what cannot be trained is an error of the trainer
-        Trainer(plan.fresh_model(0), plan.data, variant.config(plan.config, 0), plan.loss_fn)
+        Trainer(plan.fresh_model(0), plan.data, variant.config(plan.config, 0), GivenFunctions(plan.loss_fn))
 
 
 def _begin(out: Path, now: dict[str, Any], resume: bool) -> None:

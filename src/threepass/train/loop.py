@@ -28,7 +28,7 @@ from . import checkpoint
 from .config import Config
 from .feed import Data
 from .folder import created, resumed
-from .metrics import LossFn, Metric
+from .metrics import GivenFunctions, LossFn, Metric
 from .recipes import alpha_in_words
 from .trainer import AfterStep, Trainer
 
@@ -92,7 +92,7 @@ def fit(
     if resume and config is None:
         config = saved_config(Path(str(folder)))
     config = (config or Config()).with_settings(settings)
-    trainer = Trainer(model, data, config, loss_fn, metric, penalty, logger=logger)
+    trainer = Trainer(model, data, config, GivenFunctions(loss_fn, metric, penalty), logger=logger)
     if not resume and (words := alpha_in_words(config)):
         print(words, file=sys.stderr)
     run = partial(trainer.run, after_step, keep_going)

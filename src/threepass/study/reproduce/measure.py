@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...core.engine import Task
 from ...core.engine import run as three_passes
 from ...core.options import Options
 from ...inspect.alignment import Alignment
@@ -95,8 +96,8 @@ def first_batch(run: Run, data: DataSet) -> tuple[Tensor, Tensor]:
 
 def _third(model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], x: Tensor, y: Tensor, mode: str) -> Tensor:
     with unchanged_on_error(model, always=True):
-        grads = three_passes(model, loss_fn, x, y, Options(mode=mode, separate=True), warn=False).third_grads or {}
-    return torch.cat([g.double().flatten() for g in grads.values()])
+        r = three_passes(Task(model, loss_fn, x, y), Options(mode=mode, separate=True), warn=False)
+    return torch.cat([g.double().flatten() for g in (r.third_grads or {}).values()])
 
 
 def _short(value: float) -> float:
