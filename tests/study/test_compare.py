@@ -70,6 +70,11 @@ def test_files(made, data):
     assert about["baseline"] == "two passes"
     assert about["config"] == CONFIG.to_dict()
     assert set(about["cost"]["seconds"]) == {"plain", "two passes", "alpha 0.1"}
+    *runs, last = json.loads((out / "summary.json").read_text())["runs"]
+    assert [(run["variant"], run["seed"]) for run in (*runs, last)] == [
+        (v.name, seed) for v in VARIANTS for seed in (0, 1)
+    ]
+    assert (last["last"], last["robustness"]) == (result["last"], curves)
     assert said[-1] == f"report: {out / 'report.html'}"
     assert len(said) == 4 + 3 + 1  # runs, the summary and the page
     head, two, three = (line.split("  ") for line in said[4:7])

@@ -4,6 +4,7 @@
         compare.json             settings, variants, seeds, versions, how to make it again, cost of a step
         <variant>/seed-<n>/      metrics.jsonl, weights.safetensors, robustness.json, variances.json, result.json
         examples.safetensors     images and their input gradients under every variant
+        summary.json             compare.json with the last metrics and the robustness of every run, in one file
         report.html, figures/    the page, and its figures as files
 
 A seed gives every variant the same initial weights and the same batches. A run is complete when its result.json is
@@ -147,6 +148,7 @@ def compare(
     _note(f"# common settings, saved in {out / 'compare.json'}\n{plan.in_words()}")
     _train_missing(plan, out, say)
     _measure_missing(plan, out)
+    write_json(out / "summary.json", summary(out))
     for line in in_lines(gather([out])):
         say(line)
     say(f"report: {report([out], out)}")
@@ -175,6 +177,20 @@ def _measure_missing(plan: "Comparison", out: Path) -> None:
     described = json.loads((out / "compare.json").read_text())
     if "cost" not in described:
         write_json(out / "compare.json", described | {"cost": cost(plan)})
+
+
+def summary(out: Path) -> dict[str, Any]:
+    """compare.json of a comparison, and of every run its last metrics and its accuracy under noise and attacks."""
+    described = read_object(out / "compare.json", COMPARED)
+    runs = []
+    for variant in described["variants"]:
+        for seed in range(described["seeds"]):
+            folder = out / variant["folder"] / f"seed-{seed}"
+            result, robustness = json.loads((folder / "result.json").read_text()), folder / "robustness.json"
+            del result["config"]  # the comparison's, the variant's settings and the seed
+            measured = json.loads(robustness.read_text()) if robustness.exists() else None
+            runs.append(result | {"robustness": measured})
+    return described | {"runs": runs}
 
 
 def digits_demo(out: Path = Path("runs/demo"), **options: Any) -> Path:
