@@ -312,13 +312,15 @@ def compare(
         study.digits_demo(Path("runs") / (name or "demo"), resume=resume, command="threepass compare --demo")
         return
     run = task.run(config)
-    found = run.load()
+    dataset = run.load()
     common = dataclasses.replace(config, alpha=Config.alpha, strength=None, mode="paper", eta_over_alpha=False)
     variants = [study.two_passes(), *(study.by_alpha(a, config.mode) for a in alphas)]
     variants += [study.by_strength(s, config.mode) for s in strengths]
     out, command = Path("runs") / (name or f"compare-{task.name}"), shlex.join(["threepass", *sys.argv[1:]])
     _say_what_was_chosen(task, recipes.compare_defaults(task.model, task.data, given), common, given)
-    study.compare(found, lambda: run.fresh_model(found), common, variants, seeds, out, resume=resume, command=command)
+    study.compare(
+        dataset, lambda: run.fresh_model(dataset), common, variants, seeds, out, resume=resume, command=command
+    )
 
 
 def _refuse_what_compare_ignores(given: frozenset[str], demo: bool, alphas: tuple[float, ...]) -> None:
@@ -373,9 +375,9 @@ def robustness(
 
     where = {"device": device} | ({} if data_dir is None else {"data_dir": str(data_dir)})
     for run in runs:
-        found = measure(run, where, examples)
-        print(f"{run}: accuracy on {found['examples']} validation examples, by the size of the disturbance")
-        print("\n".join(f"  {line}" for line in in_words(found)))
+        curves = measure(run, where, examples)
+        print(f"{run}: accuracy on {curves['examples']} validation examples, by the size of the disturbance")
+        print("\n".join(f"  {line}" for line in in_words(curves)))
 
 
 def data(name: str, /, *, download: bool = False, data_dir: Path | None = None) -> None:
@@ -388,11 +390,13 @@ def data(name: str, /, *, download: bool = False, data_dir: Path | None = None) 
     """
     from .train.data import load
 
-    found = load(name, data_dir, download)
-    sizes = f"{len(found.train)} training and {len(found.val)} validation examples"
-    kind = f"{len(found.classes)} classes" if found.classes else f"targets of shape {tuple(found.train.y.shape[1:])}"
-    print(f"{found.name}: {sizes} of shape {tuple(found.train.x.shape[1:])}, {kind}")
-    print("mean", *(f"{m:.4f}" for m in found.mean), " std", *(f"{s:.4f}" for s in found.std))
+    dataset = load(name, data_dir, download)
+    sizes = f"{len(dataset.train)} training and {len(dataset.val)} validation examples"
+    kind = (
+        f"{len(dataset.classes)} classes" if dataset.classes else f"targets of shape {tuple(dataset.train.y.shape[1:])}"
+    )
+    print(f"{dataset.name}: {sizes} of shape {tuple(dataset.train.x.shape[1:])}, {kind}")
+    print("mean", *(f"{m:.4f}" for m in dataset.mean), " std", *(f"{s:.4f}" for s in dataset.std))
 
 
 def init_study(*, name: str = "init-study", depth: int = 8, width: int = 256, seed: int = 0) -> None:
@@ -454,11 +458,11 @@ def bench(
     elif suite is not None or scaling:
         _measure_many(suite, _words(scaling), case, out or Path("results/bench"))
     else:
-        found = run(case)
-        print(tables.text(found))
+        report = run(case)
+        print(tables.text(report))
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _measure_many(suite: str | None, scaling: Sequence[str], case: "Case", folder: Path) -> None:
@@ -469,8 +473,8 @@ def _measure_many(suite: str | None, scaling: Sequence[str], case: "Case", folde
     if suite is not None:
         run_suite(suite, folder)
     if scaling:
-        kept = ("precision", "eager", "best", "rounds", "device", "threads")
-        sweep(scaling, type(case)(**{name: getattr(case, name) for name in kept}), folder)
+        shared = ("precision", "eager", "best", "rounds", "device", "threads")
+        sweep(scaling, type(case)(**{name: getattr(case, name) for name in shared}), folder)
     print(f"page: {page.write(folder)}")
 
 
@@ -543,10 +547,10 @@ def _fill_from_recipe(app: App, commands: tuple[str, ...], arguments: ArgumentCo
     given = {a.field_info.name: a.tokens[-1].value for a in arguments if a.tokens}
     if defaults is None or "demo" in given or (defaults is recipes.train_defaults and "resume" in given):
         return
-    found = defaults(given.get("model", TASK.model), given.get("data", TASK.data), given)
+    recipe = defaults(given.get("model", TASK.model), given.get("data", TASK.data), given)
     for argument in arguments:
-        if argument.field_info.name in found:
-            value = found[argument.field_info.name]
+        if argument.field_info.name in recipe:
+            value = recipe[argument.field_info.name]
             argument.append(Token(keyword=argument.name, implicit_value=value, source="recipe"))
 
 

@@ -189,11 +189,11 @@ def _times(form: Form, row: Report, case: Case) -> None:
 
 def _largest_batches(case: Case, model: nn.Module, report: Report, save: Save) -> None:
     torch.backends.cudnn.benchmark = False  # no search for kernels at sizes that come once
-    found, peaks = report.setdefault("largest_batch", {"form": "eager"}), report.setdefault("eager_peak_bytes", {})
+    sizes, peaks = report.setdefault("largest_batch", {"form": "eager"}), report.setdefault("eager_peak_bytes", {})
     for method in case.methods:
-        if method not in found:
-            found[method] = largest(partial(_fits, case, model, method), case.batch)
-            if found[method] >= case.batch:
+        if method not in sizes:
+            sizes[method] = largest(partial(_fits, case, model, method), case.batch)
+            if sizes[method] >= case.batch:
                 step = eager(method, model, case.make_batch(model)).run
                 peaks[method] = peak_bytes(step, case.device == "cuda")
             save(report)

@@ -17,7 +17,7 @@ class Column(NamedTuple):
 
 
 def columns(study: Study) -> dict[str, Column]:
-    found = {
+    measures = {
         "best error, %": Column(best_error, "low"),
         "final error, %": Column(final_error, "low"),
         "final loss": Column(partial(Run.last, key="val_loss"), "low"),
@@ -28,8 +28,8 @@ def columns(study: Study) -> dict[str, Column]:
         at = next((at for group in study.groups if (at := middle(group, kind)) is not None), None)
         if at is not None:
             of = partial(Run.accuracy, kind=kind, at=at)
-            found[f"accuracy at {name.removeprefix('Gaussian ')} {at:g}, %"] = Column(of, "high")
-    return found
+            measures[f"accuracy at {name.removeprefix('Gaussian ')} {at:g}, %"] = Column(of, "high")
+    return measures
 
 
 def middle(group: Group, kind: str) -> float | None:

@@ -170,14 +170,14 @@ class CapturedSteps(Steps):
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
         """Everything that a step changes, as it was; what it makes (the optimizer's state) starts as zeros."""
-        kept = [(z, z.detach().clone()) for z in self._changing()]
-        known = {id(z) for z, _ in kept}
+        copies = [(z, z.detach().clone()) for z in self._changing()]
+        known = {id(z) for z, _ in copies}
         try:
             with unchanged_on_error(self.model, always=True):
                 yield
         finally:
             with torch.no_grad():
-                for z, contents in kept:
+                for z, contents in copies:
                     z.copy_(contents)
                 for z in self._changing():
                     if id(z) not in known:

@@ -78,8 +78,8 @@ def write(path: Path, packed: Packed) -> None:
                 os.fsync(written.fileno())
     except (OSError, SafetensorError) as error:
         shutil.rmtree(beside, ignore_errors=True)
-        kept = "the one before is kept" if exists(path) else "there is none before it"
-        raise OSError(f"could not write the checkpoint {path} ({error}); {kept}") from error
+        previous = "the one before is kept" if exists(path) else "there is none before it"
+        raise OSError(f"could not write the checkpoint {path} ({error}); {previous}") from error
     old = path.with_name(path.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():

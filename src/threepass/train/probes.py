@@ -30,5 +30,5 @@ def compare_passes(model: nn.Module, objective: Objective, x: Any, y: Any, confi
 
 def measure_alignment(model: nn.Module, loss_fn: LossFn, x: Any, y: Any, config: Config) -> dict[str, float]:
     """The paper's gradient against the exact one."""
-    found = alignment(model, loss_fn, x, y, config.input_at)
-    return {"alignment_cosine": found.cosine, "alignment_ratio": found.norm_ratio}
+    result = alignment(model, loss_fn, x, y, config.input_at)
+    return {"alignment_cosine": result.cosine, "alignment_ratio": result.norm_ratio}

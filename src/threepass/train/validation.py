@@ -125,10 +125,10 @@ class CapturedValidation(Validation):
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
-        kept = [(z, z.clone()) for z in (self.sums, self.place)]
+        copies = [(z, z.clone()) for z in (self.sums, self.place)]
         try:
             with unchanged_on_error(self.model, always=True):
                 yield
         finally:
-            for z, contents in kept:
+            for z, contents in copies:
                 z.copy_(contents)

@@ -28,18 +28,18 @@ EXAMPLES = 500
 def robustness(run: Run, data: DataSet, model: nn.Module) -> dict[str, Any]:
     """Accuracy under noise, FGSM and PGD on the first validation images, fewer in a small version of a study."""
     examples = max(1, min(EXAMPLES, len(data.train) // 20))
-    found = measure_robustness(model, data, SIGMAS, RADII, examples=examples)
-    return {kind: [round(100 * a, 2) for a in found[kind]["accuracy"]] for kind in ("noise", "fgsm", "pgd")}
+    curves = measure_robustness(model, data, SIGMAS, RADII, examples=examples)
+    return {kind: [round(100 * a, 2) for a in curves[kind]["accuracy"]] for kind in ("noise", "fgsm", "pgd")}
 
 
 def variances(run: Run, data: DataSet, model: nn.Module) -> dict[str, Any]:
     """Variances of both passes' signals at every layer, before and after training, on the first validation batch."""
     x, y = first_batch(run, data)
-    found: dict[str, Any] = {}
+    by_time: dict[str, Any] = {}
     for when, net in {"start": run.make_model(data), "end": model}.items():
         rows = [dataclasses.asdict(row) for row in measure_variances(net.eval(), F.cross_entropy, x, y)]
-        found[when] = {q: [_short(row[q]) for row in rows] for q in ("v", "pass2", "pass3")}
-    return found
+        by_time[when] = {q: [_short(row[q]) for row in rows] for q in ("v", "pass2", "pass3")}
+    return by_time
 
 
 def alignment(run: Run, data: DataSet, model: nn.Module) -> dict[str, Any]:
@@ -54,12 +54,12 @@ def alignment_now(run: Run, data: DataSet, model: nn.Module) -> dict[str, Any]:
     return by_layer(aligned(net, F.cross_entropy, x.double(), y)) | terms(net, x.double(), y)
 
 
-def by_layer(found: Alignment) -> dict[str, Any]:
+def by_layer(aligned: Alignment) -> dict[str, Any]:
     """The cosines, whole and of every parameter that pass 3 reaches: biases get nothing from it."""
-    weights = {name: a for name, a in found.by_parameter.items() if 0 < a.norm_ratio < float("inf")}
+    weights = {name: a for name, a in aligned.by_parameter.items() if 0 < a.norm_ratio < float("inf")}
     return {
-        "cosine": _short(found.cosine),
-        "ratio": _short(found.norm_ratio),
+        "cosine": _short(aligned.cosine),
+        "ratio": _short(aligned.norm_ratio),
         "layers": {name: _short(a.cosine) for name, a in weights.items()},
     }
 

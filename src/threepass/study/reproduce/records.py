@@ -36,13 +36,13 @@ class Records:
 
     def read(self) -> dict[str, Record]:
         """All records by their key."""
-        found: dict[str, Record] = {}
+        runs: dict[str, Record] = {}
         for file in sorted(self.folder.glob("*.json")):
             content = json.loads(file.read_text(encoding="utf-8"))
             if content.get("format") != FORMAT:
                 raise ValueError(f"{file}: format {content.get('format')!r}, and this version reads {FORMAT}")
-            found |= content["runs"]
-        return found
+            runs |= content["runs"]
+        return runs
 
     def add(self, study: str, key: str, record: Record) -> None:
         """Adds a record to the study's file, which is replaced as a whole."""

@@ -147,14 +147,14 @@ def train_one(job: Job, run: Run, results: Path, clock: Clock) -> Record:
         with contextlib.suppress(DivergedError), warnings.catch_warnings():
             warnings.simplefilter("ignore", NormalizationWarning)  # what paper mode does there is what is studied
             fit(model, data, run.config, folder=folder, resume=resume, after_step=after_step)
-    found = read(folder)
+    outcome = read(folder)
     measured: dict[str, Any] = {}
-    for name in () if found.diverged else job.measures:
+    for name in () if outcome.diverged else job.measures:
         clock.check()
         measured[name] = MEASURES[name](run, data, model)
         for file in folder.glob(f"{name}-*.json"):
             measured[name][file.stem.removeprefix(f"{name}-")] = json.loads(file.read_text())
-    return make_record(job, run, found.history, measured)
+    return make_record(job, run, outcome.history, measured)
 
 
 @cache

@@ -58,12 +58,12 @@ def find(name: str, places: Sequence[Path]) -> tuple[Found | None, list[str]]:
     return None, looked
 
 
-def read(name: str, found: Found, device: Device) -> DataSet:
+def read(name: str, location: Found, device: Device) -> DataSet:
     """The set from its files, with the shape and number of images checked."""
     published = SETS[name]
     splits = []
-    for files, count in zip((found.train, found.val), published.counts, strict=True):
-        x, y = found.read(files)
+    for files, count in zip((location.train, location.val), published.counts, strict=True):
+        x, y = location.read(files)
         if x.shape != (count, *published.shape) or len(y) != count:
             raise DataError(
                 f"{files[0].parent}: {name} must have images {(count, *published.shape)} and {count} labels; "
