@@ -7,10 +7,10 @@ for each net. What is known is written to the net's file at once, and rows that 
                     gradients with eager float32 ones, and measure its memory: other processes may use the GPU meanwhile
     (without it)    the same for what is not prepared yet, then times, profiles and the largest batches
 
-The seconds to compile are those of the first time, from an empty cache. A later time is kept apart ("again").
+`compile_seconds` are those of the first compilation, from an empty cache; those of a later one are in "again".
 
-The largest batch is that of eager steps, found by doubling and bisection with one step each: compiling a program for
-each batch that is tried would take hours. With it comes the memory of an eager step at the case's own batch.
+The largest batch is measured for eager steps, by doubling and bisection with one step each: compiling a program for
+each batch that is tried would take hours. The memory of an eager step at the case's own batch is measured with it.
 """
 
 import copy

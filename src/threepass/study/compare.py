@@ -1,7 +1,7 @@
 """`compare`: two passes against three from the same initial weights on the same batches, over seeds, with a report.
 
     runs/NAME/
-        compare.json             settings, variants, seeds, versions, how to make it again, cost of a step
+        compare.json             settings, variants, seeds, versions, the command, cost of a step
         <variant>/seed-<n>/      metrics.jsonl, weights.safetensors, robustness.json, variances.json, result.json
         examples.safetensors     images and their input gradients under every variant
         summary.json             compare.json with the last metrics and the robustness of every run, in one file
@@ -135,11 +135,11 @@ def compare(
         variants: the first of two passes among them (else the first) is what the others are compared with.
         seeds: how many; they are 0, 1, ...
         out: the folder; where there is one already, NAME-2, NAME-3, ... is made, unless this is to `resume`.
-        command: the command line that makes this comparison again, for the report.
+        command: the command line of this comparison, for the report.
         about: a sentence for the report on what is compared.
         loss_fn: `loss_fn(output, y)`, a mean over the batch; default: cross-entropy.
         sigmas, radii: of noise and attacks, in units of pixels 0 to 1.
-        say: told of every run's end.
+        say: called with a line at the end of every run.
     """
     plan = Comparison(data, make_model, config, variants, seeds, loss_fn, sigmas, radii)
     _check(plan)

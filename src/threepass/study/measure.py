@@ -1,4 +1,4 @@
-"""`threepass robustness`: accuracy under noise and attacks of runs that `threepass train` left, for their reports."""
+"""`threepass robustness`: the accuracy under noise and attacks of runs of `threepass train`, for their reports."""
 
 from pathlib import Path
 from typing import Any

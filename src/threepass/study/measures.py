@@ -1,4 +1,4 @@
-"""What a report says of a run in one number."""
+"""The numbers by which a report compares runs."""
 
 import math
 from functools import partial

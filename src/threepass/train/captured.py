@@ -169,7 +169,7 @@ class CapturedSteps(Steps):
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
-        """Everything that a step changes, as it was; what it makes (the optimizer's state) starts as zeros."""
+        """Restores all tensors that a step changes; those that it creates (the optimizer's state) become zero."""
         copies = [(z, z.detach().clone()) for z in self._changing()]
         known = {id(z) for z, _ in copies}
         try:

@@ -1,8 +1,8 @@
 """Checkpoints: safetensors and JSON, no pickle, written whole or not at all.
 
 A checkpoint is a folder with `tensors.safetensors` (model, optimizer, sums of the epoch so far, random states) and
-`state.json` (what is no tensor: the optimizer's groups, the position, the config, versions). It is written beside its
-place and renamed into it, so that a crash leaves the one before.
+`state.json` (everything else: the optimizer's groups, the position, the config, versions). It is written under another
+name and renamed, so that a crash leaves the previous checkpoint.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What is measured on a net besides its history: by name, a function of the job, its data and the trained model."""
+"""Measurements of a trained net besides its history: functions of the run, its data and the model, by name."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""docs/claims.md: the paper claim by claim, made from the records and nothing else."""
+"""docs/claims.md: the paper claim by claim, generated from the records alone."""
 
 import dataclasses
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The studies as lists of runs, the most telling first. Every run is one that `threepass train` can repeat alone."""
+"""The studies as lists of runs, the most informative first. `threepass train` can repeat every run on its own."""
 
 import dataclasses
 import hashlib

@@ -1,7 +1,7 @@
-"""What finished runs left: results/paper/STUDY.json, one line a run, so small that all of it is kept.
+"""The records of finished runs: results/paper/STUDY.json, one line a run.
 
-Several processes may work on one folder: a run in hand is locked, and so is a file that is being written. Locks belong
-to the process, and go with it however it ends.
+Several processes may work on one folder: a run that is being trained is locked, and so is a file that is being written.
+The operating system releases a process's locks when it ends, however it ends.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""Trains what the plan has and the records lack, one run after another, and stops in time.
+"""Trains the planned runs that have no record yet, one after another, within a time limit.
 
     results/paper/STUDY.json             finished runs
-    results/paper/unfinished/KEY/        the run in hand: an ordinary run folder with its checkpoint
+    results/paper/unfinished/KEY/        the current run: an ordinary run folder with its checkpoint
     results/paper/data/NAME-EXAMPLES/    the part of a data set that --quick and --examples train on
 
 A run that was stopped, by the time limit, by Ctrl-C or by force, goes on from its last checkpoint.

@@ -1,4 +1,4 @@
-"""The published sets: where their files lie on disk and on the net, how they are read, and what must be in them."""
+"""The published sets: where their files are on disk and on the web, how they are read, and what they must contain."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
