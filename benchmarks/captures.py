@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from threepass.compile import check as checking  # noqa: E402
 from threepass.compile.capture import capture  # noqa: E402
-from threepass.core.engine import run  # noqa: E402
+from threepass.core.engine import Task, run  # noqa: E402
 from threepass.core.options import Options  # noqa: E402
 from threepass.errors import CaptureError  # noqa: E402
 
@@ -129,7 +129,7 @@ def one(net: str, precision: str, mode: str, args: argparse.Namespace) -> dict:
     def step(weights, seed, *flat):
         x, y = tree_unflatten(list(flat), spec)
         with torch.autocast(args.device, torch.bfloat16, enabled=precision == "bf16"):
-            r = run(model, loss_fn, x, y, options, weights=(weights[0], weights[1]), seed=seed, warn=False)
+            r = run(Task(model, loss_fn, x, y), options, weights=(weights[0], weights[1]), seed=seed, warn=False)
         return [*r.grads.values(), r.loss, r.input_loss, *(z for z in tree_leaves(r.input_grad) if z is not None)]
 
     inputs = [weights, seed, *flat]

@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from threepass.compile.capture import capture
+from threepass.core.engine import Task
 from threepass.core.engine import run as three_passes
 from threepass.core.options import Options
 from threepass.train.config import Config
@@ -131,7 +132,7 @@ def bare_step(data: DataSet, model_name: str, config: Config, rounds: int = 7, r
 
     def step(weights: Tensor, x: Tensor, y: Tensor) -> list[Tensor]:
         with in_precision(config, device):
-            r = three_passes(model, F.cross_entropy, x, y, options, weights=(weights[0], weights[1]))
+            r = three_passes(Task(model, F.cross_entropy, x, y), options, weights=(weights[0], weights[1]))
         return [*r.grads.values(), r.loss]
 
     with numerics(config):

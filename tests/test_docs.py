@@ -8,8 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 import pytest
 from processes import free_port
@@ -211,18 +212,35 @@ def test_captures_are_those_of_the_result_file():
     assert f"{cpu['captures']} checks, none refused, the largest error {worst:.2f} of the allowed one" in page
 
 
+def test_ratios_of_repeated_runs_on_a_cpu_are_those_of_the_result_file():
+    text = " ".join((ROOT / "docs" / "speed-details.md").read_text().split())
+    runs = [run["methods"] for run in json.loads((BENCH / "cpu-again.json").read_text())["runs"]]
+    assert len(runs) == 7
+    for mode, words in {"paper": "paper mode took {}", "exact": "exact mode {}"}.items():
+        ratios = [run[mode]["best"]["median"] / run["plain"]["best"]["median"] for run in runs]
+        span = f"{min(ratios):.2f}x to {max(ratios):.2f}x, with a median of {median(ratios):.2f}x"
+        assert words.format(span) in text
+
+
+def means_of_methods(summary: Path, radius: float) -> Iterator[tuple[str, float, float, float]]:
+    """The methods of a comparison: their validation errors, input losses, and accuracies under PGD, as means."""
+    compared = json.loads(summary.read_text())
+    for variant in compared["variants"]:
+        runs = [run for run in compared["runs"] if run["variant"] == variant["name"]]
+        errors, losses = ([run["last"][name] for run in runs] for name in ("val_error", "val_input_loss"))
+        attacks = [run["robustness"]["pgd"] for run in runs]
+        accuracies = [attack["accuracy"][attack["at"].index(radius)] for attack in attacks]
+        yield variant["name"], mean(errors), mean(losses), mean(accuracies)
+
+
 def test_demo_figures_are_those_of_the_result_files():
-    table = re.search(r"<!-- results/demo -->\n((?:\|.*\n)+)", (ROOT / "docs" / "index.md").read_text())
+    table = re.search(r"<!-- results/demo.json -->\n((?:\|.*\n)+)", (ROOT / "docs" / "index.md").read_text())
     assert table is not None
     shown = [
         re.findall(r"[\d.]+(?= %? ?\|)", row.partition("|")[2].partition("|")[2]) for row in table[1].splitlines()[2:]
     ]
-    for figures, variant in zip(shown, ("two-passes", "alpha-0.1", "alpha-0.03", "strength-3-exact"), strict=True):
-        runs = sorted((ROOT / "results" / "demo" / variant).glob("seed-*"))
-        last = [json.loads((run / "result.json").read_text())["last"] for run in runs]
-        attacked = [json.loads((run / "robustness.json").read_text())["pgd"] for run in runs]
-        under = mean(r["accuracy"][r["at"].index(0.1)] for r in attacked)
-        error, input_loss = mean(m["val_error"] for m in last), mean(m["val_input_loss"] for m in last)
+    for figures, (_, *means) in zip(shown, means_of_methods(ROOT / "results" / "demo.json", radius=0.1), strict=True):
+        error, input_loss, under = means
         assert figures == [f"{100 * error:.2f}", f"{input_loss:.3f}", f"{100 * under:.1f}"]
 
 
@@ -294,16 +312,11 @@ def test_recipes_are_those_of_the_code():
 
 
 def test_the_comparison_on_mnist_is_that_of_the_result_files():
-    folder = ROOT / "results" / "recipes" / "mnist"
     lines = ["| method | validation error | input loss | accuracy under PGD, radius 0.08 |", "| --- " * 4 + "|"]
-    for variant in json.loads((folder / "compare.json").read_text())["variants"]:
-        runs = sorted((folder / variant["folder"]).glob("seed-*"))
-        last = [json.loads((run / "result.json").read_text())["last"] for run in runs]
-        attacked = [json.loads((run / "robustness.json").read_text())["pgd"] for run in runs]
-        error, input_loss = mean(m["val_error"] for m in last), mean(m["val_input_loss"] for m in last)
-        under = mean(r["accuracy"][r["at"].index(0.08)] for r in attacked)
-        lines.append(f"| {variant['name']} | {100 * error:.2f} % | {input_loss:.4f} | {100 * under:.1f} % |")
-    assert table_of(ROOT / "README.md", "results/recipes/mnist") == "\n".join(lines)
+    summary = ROOT / "results" / "recipes" / "mnist.json"
+    for name, error, input_loss, under in means_of_methods(summary, radius=0.08):
+        lines.append(f"| {name} | {100 * error:.2f} % | {input_loss:.4f} | {100 * under:.1f} % |")
+    assert table_of(ROOT / "README.md", "results/recipes/mnist.json") == "\n".join(lines)
 
 
 def test_accuracies_of_plain20_are_those_of_the_result_file():

@@ -20,14 +20,6 @@ from torch.nn import functional as F
 import threepass
 
 Step = Callable[[dict[str, Tensor], Tensor], Any]
-PASSES = {
-    "plain": 1.0,
-    "paper": 1.35,
-    "exact": 2.0,
-    "r-drop": 2.0,
-    "freelb": 3.0,
-    "sam": 2.0,
-}  # of a plain step's arithmetic
 VALUES: dict[str, tuple[float, ...]] = {  # that are searched
     "plain": (0.0,), "paper": (1.0, 10.0, 100.0), "exact": (1.0, 10.0, 100.0), "r-drop": (0.3, 1.0),
     "freelb": (0.1, 0.3), "sam": (0.02, 0.05),

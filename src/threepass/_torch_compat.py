@@ -1,4 +1,4 @@
-"""Every private name of torch that the library uses, each with the versions in which it was seen to be there.
+"""Every private name of torch that the library uses, each with the torch versions in which it was seen.
 
 "Private" is what torch may move or drop without a word: a name with a leading underscore, or one below such a module or
 below `torch.fx.experimental`. A new torch that breaks the library breaks it here. `make test-versions` runs the tests

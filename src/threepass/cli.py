@@ -23,6 +23,7 @@ from .train.config import Config
 
 if TYPE_CHECKING:
     from .bench.case import Case
+    from .study.reproduce.plan import Scale
     from .train.runs import Run
     from .train.trainer import Trainer
 
@@ -180,9 +181,32 @@ class Measurement:
         return Case(options=options, methods=methods or tuple(METHODS), **settings)
 
 
+@dataclass(frozen=True)
+class Extent:
+    """How much of the paper's experiments is run.
+
+    Args:
+        seeds: runs of every cell; default: as planned, three for the rows that matter most.
+        epochs: of every run; default: as planned.
+        examples: train on so many examples of a set; default: all.
+        quick: a small version for two CPU cores, narrow nets on 1000 examples, into runs/paper-quick.
+    """
+
+    seeds: int | None = None
+    epochs: int | None = None
+    examples: int | None = None
+    quick: bool = False
+
+    def scale(self) -> "Scale":
+        from .study.reproduce.plan import QUICK, Scale
+
+        given = Scale(self.seeds, self.epochs, self.examples)
+        return QUICK.replaced_by(given) if self.quick else given
+
+
 Flat = Parameter(name="*")  # the fields are flags without a prefix
 Settings = Parameter(name="*", group="Settings")
-TASK, MEASUREMENT, CONFIG = Task(), Measurement(), Config()  # the defaults
+TASK, MEASUREMENT, EXTENT, CONFIG = Task(), Measurement(), Extent(), Config()  # the defaults
 
 
 def train(
@@ -288,13 +312,15 @@ def compare(
         study.digits_demo(Path("runs") / (name or "demo"), resume=resume, command="threepass compare --demo")
         return
     run = task.run(config)
-    found = run.load()
+    dataset = run.load()
     common = dataclasses.replace(config, alpha=Config.alpha, strength=None, mode="paper", eta_over_alpha=False)
     variants = [study.two_passes(), *(study.by_alpha(a, config.mode) for a in alphas)]
     variants += [study.by_strength(s, config.mode) for s in strengths]
     out, command = Path("runs") / (name or f"compare-{task.name}"), shlex.join(["threepass", *sys.argv[1:]])
     _say_what_was_chosen(task, recipes.compare_defaults(task.model, task.data, given), common, given)
-    study.compare(found, lambda: run.fresh_model(found), common, variants, seeds, out, resume=resume, command=command)
+    study.compare(
+        dataset, lambda: run.fresh_model(dataset), common, variants, seeds, out, resume=resume, command=command
+    )
 
 
 def _refuse_what_compare_ignores(given: frozenset[str], demo: bool, alphas: tuple[float, ...]) -> None:
@@ -349,9 +375,9 @@ def robustness(
 
     where = {"device": device} | ({} if data_dir is None else {"data_dir": str(data_dir)})
     for run in runs:
-        found = measure(run, where, examples)
-        print(f"{run}: accuracy on {found['examples']} validation examples, by the size of the disturbance")
-        print("\n".join(f"  {line}" for line in in_words(found)))
+        curves = measure(run, where, examples)
+        print(f"{run}: accuracy on {curves['examples']} validation examples, by the size of the disturbance")
+        print("\n".join(f"  {line}" for line in in_words(curves)))
 
 
 def data(name: str, /, *, download: bool = False, data_dir: Path | None = None) -> None:
@@ -364,11 +390,13 @@ def data(name: str, /, *, download: bool = False, data_dir: Path | None = None) 
     """
     from .train.data import load
 
-    found = load(name, data_dir, download)
-    sizes = f"{len(found.train)} training and {len(found.val)} validation examples"
-    kind = f"{len(found.classes)} classes" if found.classes else f"targets of shape {tuple(found.train.y.shape[1:])}"
-    print(f"{found.name}: {sizes} of shape {tuple(found.train.x.shape[1:])}, {kind}")
-    print("mean", *(f"{m:.4f}" for m in found.mean), " std", *(f"{s:.4f}" for s in found.std))
+    dataset = load(name, data_dir, download)
+    sizes = f"{len(dataset.train)} training and {len(dataset.val)} validation examples"
+    kind = (
+        f"{len(dataset.classes)} classes" if dataset.classes else f"targets of shape {tuple(dataset.train.y.shape[1:])}"
+    )
+    print(f"{dataset.name}: {sizes} of shape {tuple(dataset.train.x.shape[1:])}, {kind}")
+    print("mean", *(f"{m:.4f}" for m in dataset.mean), " std", *(f"{s:.4f}" for s in dataset.std))
 
 
 def init_study(*, name: str = "init-study", depth: int = 8, width: int = 256, seed: int = 0) -> None:
@@ -430,11 +458,11 @@ def bench(
     elif suite is not None or scaling:
         _measure_many(suite, _words(scaling), case, out or Path("results/bench"))
     else:
-        found = run(case)
-        print(tables.text(found))
+        report = run(case)
+        print(tables.text(report))
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _measure_many(suite: str | None, scaling: Sequence[str], case: "Case", folder: Path) -> None:
@@ -445,8 +473,8 @@ def _measure_many(suite: str | None, scaling: Sequence[str], case: "Case", folde
     if suite is not None:
         run_suite(suite, folder)
     if scaling:
-        kept = ("precision", "eager", "best", "rounds", "device", "threads")
-        sweep(scaling, type(case)(**{name: getattr(case, name) for name in kept}), folder)
+        shared = ("precision", "eager", "best", "rounds", "device", "threads")
+        sweep(scaling, type(case)(**{name: getattr(case, name) for name in shared}), folder)
     print(f"page: {page.write(folder)}")
 
 
@@ -454,10 +482,7 @@ def reproduce(
     study: tuple[str, ...],
     /,
     *,
-    seeds: int | None = None,
-    epochs: int | None = None,
-    examples: int | None = None,
-    quick: bool = False,
+    extent: Annotated[Extent, Flat] = EXTENT,
     data: Path | None = None,
     results: Path | None = None,
     minutes: float | None = None,
@@ -470,10 +495,6 @@ def reproduce(
 
     Args:
         study: table2 mnist curves alpha0 rates batches deeper init alignment norms methods readings, all, or report.
-        seeds: runs of every cell; default: as planned, three for the rows that matter most.
-        epochs: of every run; default: as planned.
-        examples: train on so many examples of a set; default: all.
-        quick: a small version for two CPU cores, narrow nets on 1000 examples, into runs/paper-quick.
         data: the folder with the data sets; default: $THREEPASS_DATA, then ~/.cache/threepass.
         results: the folder of the records; default: results/paper.
         minutes: stop after so long, in the middle of a run if need be; the same command goes on.
@@ -487,11 +508,9 @@ def reproduce(
     from .study.reproduce import page as claims
     from .study.reproduce import plan, runner
 
-    scale = plan.Scale(seeds, epochs, examples)
-    if quick:
+    if extent.quick:
         torch.set_num_threads(1)  # on nets so narrow a second thread mostly waits for the first
-        scale = plan.QUICK.replaced_by(scale)
-    folder = results or Path("runs/paper-quick" if quick else "results/paper")
+    scale, folder = extent.scale(), results or Path("runs/paper-quick" if extent.quick else "results/paper")
     jobs = plan.plan([name for name in _words(study) if name != "report"], scale)
     place = runner.Place(data, device, compile)
     if list:
@@ -528,10 +547,10 @@ def _fill_from_recipe(app: App, commands: tuple[str, ...], arguments: ArgumentCo
     given = {a.field_info.name: a.tokens[-1].value for a in arguments if a.tokens}
     if defaults is None or "demo" in given or (defaults is recipes.train_defaults and "resume" in given):
         return
-    found = defaults(given.get("model", TASK.model), given.get("data", TASK.data), given)
+    recipe = defaults(given.get("model", TASK.model), given.get("data", TASK.data), given)
     for argument in arguments:
-        if argument.field_info.name in found:
-            value = found[argument.field_info.name]
+        if argument.field_info.name in recipe:
+            value = recipe[argument.field_info.name]
             argument.append(Token(keyword=argument.name, implicit_value=value, source="recipe"))
 
 

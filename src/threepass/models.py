@@ -123,7 +123,7 @@ def vit(
             f"patch must divide image and heads must divide width, got image={image}, patch={patch}, "
             f"width={width}, heads={heads}"
         )
-    return _ViT(image // patch, patch, width, depth, heads, classes, channels)
+    return _ViT(nn.Conv2d(channels, width, patch, patch), image // patch, depth, heads, classes)
 
 
 def by_name(name: str, **options: Any) -> nn.Module:
@@ -219,9 +219,12 @@ class _Projected(nn.Module):
 
 
 class _ViT(nn.Module):
-    def __init__(self, side: int, patch: int, width: int, depth: int, heads: int, classes: int, channels: int):
+    """patches: turns an image into side x side tokens."""
+
+    def __init__(self, patches: nn.Conv2d, side: int, depth: int, heads: int, classes: int):
         super().__init__()
-        self.patches = nn.Conv2d(channels, width, patch, patch)
+        width = patches.out_channels
+        self.patches = patches
         self.positions = nn.Parameter(0.02 * torch.randn(side**2, width))
         self.blocks = nn.Sequential(*(_Attention(width, heads) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)

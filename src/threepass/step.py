@@ -15,7 +15,7 @@ from .compile.programs import check_compile
 from .compile.step import AnyResult, Call, CompiledSteps, gradient_call, three_pass_call
 from .core import engine, gradient_loss
 from .core.deepspeed import is_engine
-from .core.engine import Result
+from .core.engine import Result, Task
 from .core.gradient_loss import GradientOptions, GradientResult, check_loss_fn
 from .core.misuse import (
     AccumulationWatch,
@@ -279,7 +279,7 @@ class ThreePass(_Step):
         return Options(self.alpha(self.calls), ranks=ranks, **self.options), self.calls % self.every == 0
 
     def _run(self, model: nn.Module, x: Any, y: Any, options: Options, third: bool) -> Result:
-        return engine.run(model, self.loss_fn, x, y, _inside(self.model, model, options), third=third)
+        return engine.run(Task(model, self.loss_fn, x, y), _inside(self.model, model, options), third=third)
 
     def _call(self, model: nn.Module, options: Options, third: bool) -> Call:
         return three_pass_call(model, self.loss_fn, _inside(self.model, model, options), third)
@@ -348,7 +348,7 @@ class GradientStep(_Step):
         return self._loss(x, y, partial(self._run, y=y), self._call)
 
     def _run(self, model: nn.Module, x: Any, y: Any) -> GradientResult:
-        return gradient_loss.run(model, self.loss_fn, x, y, _inside(self.model, model, self.options))
+        return gradient_loss.run(Task(model, self.loss_fn, x, y), _inside(self.model, model, self.options))
 
     def _call(self, model: nn.Module) -> Call:
         return gradient_call(model, self.loss_fn, _inside(self.model, model, self.options))

@@ -19,7 +19,7 @@ from threepass import models
 from threepass.bench.limits import layers, total, work
 from threepass.bench.methods import METHODS, OPTIONS
 from threepass.compile.trace import trace
-from threepass.core.engine import run
+from threepass.core.engine import Task, run
 from threepass.core.options import Options
 from threepass.kernels.batch_norm import rectified
 
@@ -115,7 +115,7 @@ def graph_of(net, method):
     options = Options(**OPTIONS[method])
 
     def step(x, y, weights):
-        return list(run(model, F.cross_entropy, x, y, options, weights=(weights[0], weights[1])).grads.values())
+        return list(run(Task(model, F.cross_entropy, x, y), options, weights=(weights[0], weights[1])).grads.values())
 
     inputs = [*batch[:2], torch.tensor([options.back, options.third])]
     return Graph(trace(step, inputs), inputs)

@@ -14,7 +14,7 @@ from threepass.bench.forms import eager
 from threepass.bench.limits import layers
 from threepass.bench.methods import ALPHA, METHODS, weights
 from threepass.compile.trace import trace
-from threepass.core.engine import run
+from threepass.core.engine import Task, run
 from threepass.core.options import Options
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
@@ -40,7 +40,7 @@ def test_small_versions_are_exact(name, checkpointing):
         options = Options(alpha=ALPHA, mode=method)
 
         def step(x, y, terms, options=options):
-            grads = run(model, F.cross_entropy, x, y, options, weights=(terms[0], terms[1])).grads
+            grads = run(Task(model, F.cross_entropy, x, y), options, weights=(terms[0], terms[1])).grads
             return [grads[name] for name in weights(model)]
 
         inputs = [x, y, torch.tensor([options.back, options.third], dtype=torch.float64)]

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from threepass.compile.capture import capture
 from threepass.compile.check import TIMES, check, figures
 from threepass.compile.trace import trace
-from threepass.core.engine import run
+from threepass.core.engine import Task, run
 from threepass.core.options import Options
 from threepass.errors import CaptureError, UncheckedWarning
 from threepass.models import mlp, plain, resnet, vit
@@ -53,7 +53,7 @@ class Problem:
     def __call__(self, weights, seed, x, y):
         with self.autocast:
             pair = (weights[0], weights[1])
-            r = run(self.model, F.cross_entropy, x, y, self.options, weights=pair, seed=seed, warn=False)
+            r = run(Task(self.model, F.cross_entropy, x, y), self.options, weights=pair, seed=seed, warn=False)
         return [*r.grads.values(), r.loss, r.input_loss, r.input_grad]
 
     def capture(self, **kwargs):

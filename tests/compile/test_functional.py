@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import threepass
 from threepass.compile.trace import trace
-from threepass.core.engine import run
+from threepass.core.engine import Task, run
 from threepass.core.options import Options
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
@@ -90,7 +90,7 @@ def test_a_captured_step_writes_as_an_eager_one(name, mode):
     y = torch.randint(5, shape[:1])
 
     def step(weights, x):
-        r = run(model, F.cross_entropy, x, y, Options(mode=mode), weights=(weights[0], weights[1]))
+        r = run(Task(model, F.cross_entropy, x, y), Options(mode=mode), weights=(weights[0], weights[1]))
         return [*r.grads.values(), r.loss, r.input_loss]
 
     weights, x = torch.tensor([0.1, 0.9], dtype=torch.float64), torch.randn(shape).double()
@@ -114,7 +114,7 @@ def test_nothing_but_copies_at_the_end_writes(name):
     model, y = make(), torch.randint(5, shape[:1])
 
     def step(weights, x):
-        r = run(model, F.cross_entropy, x, y, Options(), weights=(weights[0], weights[1]))
+        r = run(Task(model, F.cross_entropy, x, y), Options(), weights=(weights[0], weights[1]))
         return list(r.grads.values())
 
     nodes = list(trace(step, [torch.tensor([0.1, 0.9]), torch.randn(shape)]).plain.graph.nodes)
@@ -136,7 +136,7 @@ def test_group_norms_under_autocast_have_the_formats_that_they_compute_in(mode):
 
     def step(x, y):
         with torch.autocast("cpu", torch.bfloat16):
-            return list(run(net, F.cross_entropy, x, y, options, warn=False).grads.values())
+            return list(run(Task(net, F.cross_entropy, x, y), options, warn=False).grads.values())
 
     program, expected = trace(step, [x, y]), step(x, y)
     for got, e in zip(program.graph(*program.state, x, y), expected, strict=True):

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from threepass.compile.randomness import normal, seeds_op, uniform
 from threepass.compile.trace import trace
-from threepass.core.engine import run
+from threepass.core.engine import Task, run
 from threepass.core.options import Options
 from threepass.errors import CaptureError
 from threepass.numerics.rounding import round_stochastically, seed_of
@@ -83,7 +83,7 @@ def test_the_seed_alone_decides(name):
     model = Noisy(DRAWS[name]).double()
 
     def step(weights, seed, x, y):
-        r = run(model, F.cross_entropy, x, y, Options(), weights=(weights[0], weights[1]), seed=seed)
+        r = run(Task(model, F.cross_entropy, x, y), Options(), weights=(weights[0], weights[1]), seed=seed)
         return [*r.grads.values(), r.loss]
 
     weights, x, y = torch.tensor([0.1, 0.9]).double(), torch.randn(4, 6).double(), torch.randint(5, (4,))
@@ -100,7 +100,7 @@ def test_dropout_keeps_the_part_that_it_is_told_to():
     model = nn.Sequential(nn.Dropout(0.3), nn.Linear(1000, 3)).double()
 
     def step(weights, seed, x, y):
-        r = run(model, lambda out, y: out.sum(), x, y, Options(), weights=(weights[0], weights[1]), seed=seed)
+        r = run(Task(model, lambda out, y: out.sum(), x, y), Options(), weights=(weights[0], weights[1]), seed=seed)
         return [r.input_grad]
 
     x = torch.ones(50, 1000).double()
@@ -130,7 +130,7 @@ def program_of(model, x, y, **options):
     """A step of a net as a program of (weights of the terms, seed): the gradients and the input loss."""
 
     def step(weights, seed, x, y):
-        r = run(model, F.cross_entropy, x, y, Options(**options), weights=(weights[0], weights[1]), seed=seed)
+        r = run(Task(model, F.cross_entropy, x, y), Options(**options), weights=(weights[0], weights[1]), seed=seed)
         return [*r.grads.values(), r.input_loss]
 
     program = trace(step, [torch.ones(2).double(), seed(1), x, y])
@@ -154,7 +154,7 @@ def test_attention_with_dropout_is_attention(name, mode):
     """With a dropout that drops nothing, the operations of a captured step give what the fused one gives."""
     torch.manual_seed(0)
     model, x, y = Attention(**ATTENTIONS[name]), torch.randn(4, 5, 6).double(), torch.randint(3, (4,))
-    expected = run(model, F.cross_entropy, x, y, Options(mode=mode, strength=1.0))
+    expected = run(Task(model, F.cross_entropy, x, y), Options(mode=mode, strength=1.0))
     model.options["dropout_p"] = 1e-13
     got = program_of(model, x, y, mode=mode, strength=1.0)([1.0, 1.0], 1)
     for ours, theirs in zip(got, [*expected.grads.values(), expected.input_loss], strict=True):
@@ -183,9 +183,8 @@ def test_what_cannot_be_repeated_is_refused():
     model = Noisy(lambda z: z + torch.poisson(torch.ones_like(z)))
 
     def step(weights, seed, x, y):
-        return list(
-            run(model, F.cross_entropy, x, y, Options(), weights=(weights[0], weights[1]), seed=seed).grads.values()
-        )
+        r = run(Task(model, F.cross_entropy, x, y), Options(), weights=(weights[0], weights[1]), seed=seed)
+        return list(r.grads.values())
 
     with pytest.raises(CaptureError, match=r"aten\.poisson.*pass them in x or y"):
         trace(step, [torch.tensor([0.1, 0.9]), seed(0), torch.randn(4, 6), torch.randint(5, (4,))])

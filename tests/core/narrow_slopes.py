@@ -8,7 +8,7 @@ from narrow import BATCH, WIDTH, loss_of_scale, net
 import threepass
 from threepass.compile.capture import capture
 from threepass.compile.trace import trace
-from threepass.core.engine import run
+from threepass.core.engine import Task, run
 from threepass.core.options import Options
 
 
@@ -19,8 +19,8 @@ def bf16_slopes(kind, alpha, ratio, compile_, draws=16, device="cpu"):
     options, weights = Options(alpha), torch.tensor([alpha, 1 - alpha], device=device)
 
     def step(x, r, scale, weights):
-        found = run(model, lambda out, y: scale * loss_of_scale(1.0)(out, y), x, r, options, weights=tuple(weights))
-        return list(found.grads.values())
+        task = Task(model, lambda out, y: scale * loss_of_scale(1.0)(out, y), x, r)
+        return list(run(task, options, weights=tuple(weights)).grads.values())
 
     found, captured = [], None
     for seed in range(draws):
@@ -37,7 +37,7 @@ def bf16_slopes(kind, alpha, ratio, compile_, draws=16, device="cpu"):
         inputs = [x, r, scale, weights]
         if captured is None:
             captured = capture(step, inputs) if compile_ else trace(step, inputs)
-        back = run(model, loss_of_scale(float(scale)), x, r, Options(1.0)).grads
+        back = run(Task(model, loss_of_scale(float(scale)), x, r), Options(1.0)).grads
         pairs = []
         for g, name in zip(captured(*inputs), exact.grads, strict=True):
             third = (1 - alpha) * exact.third_grads[name]

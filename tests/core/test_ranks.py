@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import threepass
-from threepass.core.engine import run
+from threepass.core.engine import Task, run
 from threepass.core.options import Options
 
 
@@ -547,9 +547,10 @@ def test_a_rank_of_two_in_half_formats(dtype, terms):
     model, (x, y) = net().float(), batch()
     options = TERMS[terms]
     with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-        one = run(model, F.cross_entropy, x.float(), y, Options(**options, separate=True))
-        two = run(model, F.cross_entropy, x.float(), y, Options(**options, ranks=2, separate=True))
-        part = run(model, F.cross_entropy, x.float(), y, Options(**options, ranks=2, batch_size=32, separate=True))
+        task = Task(model, F.cross_entropy, x.float(), y)
+        one = run(task, Options(**options, separate=True))
+        two = run(task, Options(**options, ranks=2, separate=True))
+        part = run(task, Options(**options, ranks=2, batch_size=32, separate=True))
     fewer = 2 if options.get("alpha") and options.get("reduction") is None else 1
     assert_close(two.backprop_grads, one.backprop_grads, 1e-6)
     assert_close(two.third_grads, {n: g / fewer for n, g in one.third_grads.items()}, 1e-6)
@@ -566,7 +567,7 @@ def test_a_compiled_step_of_a_rank_of_two(monkeypatch):
     monkeypatch.setattr("threepass.step.count_ranks", lambda model, group: 2)
     model, (x, y) = net(), batch()
     step = threepass.ThreePass(model, F.cross_entropy, batch_size=32, compile=True)
-    expected = run(model, F.cross_entropy, x, y, Options(0.1, batch_size=32, ranks=2))
+    expected = run(Task(model, F.cross_entropy, x, y), Options(0.1, batch_size=32, ranks=2))
     r = step(x, y)
     assert step.compiled.compile_seconds > 0
     assert_close(r.grads, expected.grads, 1e-12)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from threepass.compile.rewrite.graph import write_out_formulas
 from threepass.compile.trace import trace
-from threepass.core.engine import run
+from threepass.core.engine import Task, run
 from threepass.core.options import Options
 from threepass.kernels import norm
 from threepass.kernels.fusible import FORMULAS, fusible, one_node_each
@@ -96,7 +96,7 @@ def test_what_no_kernel_replaces_is_the_formula(mode):
 
     def step(x, y, weights=None):
         weights = None if weights is None else (weights[0], weights[1])
-        return list(run(model, F.cross_entropy, x, y, options, weights=weights).grads.values())
+        return list(run(Task(model, F.cross_entropy, x, y), options, weights=weights).grads.values())
 
     inputs = [x, y, torch.tensor([0.3, 0.7], dtype=torch.float64)]
     program = trace(step, inputs)

@@ -19,7 +19,7 @@ from threepass.models import mlp
 from threepass.page.images import data_uri, heat, picture
 from threepass.study import compare as study
 from threepass.study import robust
-from threepass.study.compare import Variant, by_alpha, by_strength, compare, cost, two_passes
+from threepass.study.compare import Comparison, Variant, by_alpha, by_strength, compare, cost, two_passes
 from threepass.study.intervals import paired, t_quantile
 from threepass.study.report import report
 from threepass.train.config import Config
@@ -70,6 +70,11 @@ def test_files(made, data):
     assert about["baseline"] == "two passes"
     assert about["config"] == CONFIG.to_dict()
     assert set(about["cost"]["seconds"]) == {"plain", "two passes", "alpha 0.1"}
+    *runs, last = json.loads((out / "summary.json").read_text())["runs"]
+    assert [(run["variant"], run["seed"]) for run in (*runs, last)] == [
+        (v.name, seed) for v in VARIANTS for seed in (0, 1)
+    ]
+    assert (last["last"], last["robustness"]) == (result["last"], curves)
     assert said[-1] == f"report: {out / 'report.html'}"
     assert len(said) == 4 + 3 + 1  # runs, the summary and the page
     head, two, three = (line.split("  ") for line in said[4:7])
@@ -178,7 +183,8 @@ def test_damaged_images_are_named(made, tmp_path):
 
 
 def test_cost_times_every_variant(data):
-    found = cost(data, net, CONFIG, [*VARIANTS, Variant("seldom", {"every": 2})], rounds=3)
+    variants = [*VARIANTS, Variant("seldom", {"every": 2})]
+    found = cost(Comparison(data, net, CONFIG, variants, 1, None, (), ()), rounds=3)
     assert list(found["seconds"]) == ["plain", "two passes", "alpha 0.1", "seldom"]
     assert all(s > 0 for s in found["seconds"].values())
 

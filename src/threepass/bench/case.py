@@ -135,13 +135,13 @@ def run(case: Case) -> dict[str, Any]:
         model, batch = case.make()
         forms, failures = prepare(case, model, batch)
         before = ceilings(case.device, case.product_dtype)
-        found = _measure(case, model, batch, forms)
+        methods = _measure(case, model, batch, forms)
         after = ceilings(case.device, case.product_dtype)
         ceiling = {name: max(before[name], after[name]) for name in before}  # other load only ever lowers them
         limit = limits(layers(model, batch[0]), ceiling)
         for (method, form), why in failures.items():
-            found.setdefault(method, {})[form] = {"fails": why}
-        for method, entry in found.items():
+            methods.setdefault(method, {})[form] = {"fails": why}
+        for method, entry in methods.items():
             _at_ceilings(entry, limit.get(method), ceiling)
         place = machine(case.device)
         agrees = agreement(model, batch) if "exact" in case.methods else None
@@ -151,7 +151,7 @@ def run(case: Case) -> dict[str, Any]:
         "ceilings": ceiling,
         "limits": limit,
         "exact_against_double_backward": agrees,
-        "methods": {name: found[name] for name in case.methods},
+        "methods": {name: methods[name] for name in case.methods},
     }
 
 
@@ -165,8 +165,8 @@ def prepare(case: Case, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Form
     for method in case.methods:
         for form in [name for name in ("eager", "best") if getattr(case, name)]:
             try:
-                found = best(method, model, batch) if form == "best" else [eager(method, model, batch)]
-                for z in found:
+                ready = best(method, model, batch) if form == "best" else [eager(method, model, batch)]
+                for z in ready:
                     for _ in range(WARM_UP):
                         z.run()
                     made[method, form if form == "eager" else z.how] = z

@@ -7,10 +7,10 @@ for each net. What is known is written to the net's file at once, and rows that 
                     gradients with eager float32 ones, and measure its memory: other processes may use the GPU meanwhile
     (without it)    the same for what is not prepared yet, then times, profiles and the largest batches
 
-The seconds to compile are those of the first time, from an empty cache. A later time is kept apart ("again").
+`compile_seconds` are those of the first compilation, from an empty cache; those of a later one are in "again".
 
-The largest batch is that of eager steps, found by doubling and bisection with one step each: compiling a program for
-each batch that is tried would take hours. With it comes the memory of an eager step at the case's own batch.
+The largest batch is measured for eager steps, by doubling and bisection with one step each: compiling a program for
+each batch that is tried would take hours. The memory of an eager step at the case's own batch is measured with it.
 """
 
 import copy
@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,14 @@ FEW = 4  # samples of which exact mode is compared with double backward, which n
 MOST_ON_CPU = 16  # a CPU's memory is not filled
 Report = dict[str, Any]
 Save = Callable[[Report], None]
+
+
+class Subject(NamedTuple):
+    """What is measured: a case, its model, and a batch of it."""
+
+    case: Case
+    model: nn.Module
+    batch: list[Tensor]
 
 
 def large(
@@ -104,7 +112,7 @@ def run(case: Case, report: Report, stage: str, save: Save) -> None:
             report["limits"] = limits(layers(model, batch[0]), report["ceilings"])
             save(report)
         for method in case.methods:
-            _measure(case, method, model, batch, report, timed, save)
+            _measure(Subject(case, model, batch), method, report, timed, save)
 
 
 def _few(batch: Sequence[Tensor]) -> list[Tensor]:
@@ -113,10 +121,9 @@ def _few(batch: Sequence[Tensor]) -> list[Tensor]:
     return [x[:FEW], y[: FEW * (len(y) // len(x))], v[:FEW]]
 
 
-def _measure(
-    case: Case, method: str, model: nn.Module, batch: list[Tensor], report: Report, timed: bool, save: Save
-) -> None:
+def _measure(subject: Subject, method: str, report: Report, timed: bool, save: Save) -> None:
     """The rows of a method: of plain training each form, of others the first that works."""
+    case, model, batch = subject
     expected: Sequence[Tensor] | None = None  # the reference, computed once
     for how, make in makers(method, case.device == "cuda"):
         row = report.setdefault("rows", {}).setdefault(f"{method}, {how}", {})
@@ -182,11 +189,11 @@ def _times(form: Form, row: Report, case: Case) -> None:
 
 def _largest_batches(case: Case, model: nn.Module, report: Report, save: Save) -> None:
     torch.backends.cudnn.benchmark = False  # no search for kernels at sizes that come once
-    found, peaks = report.setdefault("largest_batch", {"form": "eager"}), report.setdefault("eager_peak_bytes", {})
+    sizes, peaks = report.setdefault("largest_batch", {"form": "eager"}), report.setdefault("eager_peak_bytes", {})
     for method in case.methods:
-        if method not in found:
-            found[method] = largest(partial(_fits, case, model, method), case.batch)
-            if found[method] >= case.batch:
+        if method not in sizes:
+            sizes[method] = largest(partial(_fits, case, model, method), case.batch)
+            if sizes[method] >= case.batch:
                 step = eager(method, model, case.make_batch(model)).run
                 peaks[method] = peak_bytes(step, case.device == "cuda")
             save(report)

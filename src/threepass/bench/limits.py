@@ -195,9 +195,9 @@ KERNELS: dict[str, tuple[Callable[[Layer], Work], ...]] = {
 }
 
 
-def work(found: list[Layer], method: str) -> list[Work]:
+def work(net: list[Layer], method: str) -> list[Work]:
     """The kernels of a method's step."""
-    return [kernel(z) for z in found for kernel in KERNELS[method]]
+    return [kernel(z) for z in net for kernel in KERNELS[method]]
 
 
 def total(kernels: list[Work]) -> Work:
@@ -209,10 +209,10 @@ def seconds(kernels: list[Work], operations_per_second: float, bytes_per_second:
     return sum(max(k.operations / operations_per_second, k.bytes / bytes_per_second) for k in kernels)
 
 
-def limits(found: list[Layer], ceilings: dict[str, float]) -> dict[str, dict[str, float]]:
+def limits(net: list[Layer], ceilings: dict[str, float]) -> dict[str, dict[str, float]]:
     """For every method that is counted: operations, bytes and seconds at the ceilings, and their ratios to plain's."""
     rates = ceilings["operations_per_second"], ceilings["bytes_per_second"]
-    counted = {name: work(found, name) for name in KERNELS}
+    counted = {name: work(net, name) for name in KERNELS}
     plain, least = total(counted["plain"]), seconds(counted["plain"], *rates)
     return {
         name: {

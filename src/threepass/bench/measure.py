@@ -1,10 +1,10 @@
 """Clocks, peak memory, and what the device can do at most.
 
-Time: methods take turns within every round, so that whatever else the machine does hits all alike. A sample is as many
-steps in a row as last 5 ms, between two CUDA events or two readings of `perf_counter`, and counts as one step's mean.
-Before it comes a step that does not count: as in training, a step then follows one of its own kind, and finds memory
-and caches as that one left them. On a GPU it is at least 4 steps, and the clock starts when the GPU is through with
-that step, while the host is ahead of it: what the host does for a step goes on while the GPU does the one before it.
+Time: methods take turns within every round, so that other load on the machine affects all of them alike. A sample is
+the mean of as many consecutive steps as last 5 ms, between two CUDA events or two readings of `perf_counter`. One step
+before them is not counted: as in training, each step then follows a step of the same method, with the memory and caches
+that it left. On a GPU a sample has at least 4 steps, and the clock starts when the GPU has finished the uncounted step
+while the host is already ahead, so that the host's work for a step overlaps with the GPU's work on the one before.
 
 Memory: the most bytes that torch's allocator was asked for and held at once during a step, beyond those before it:
 activations, errors, gradients and temporaries, not the weights and the batch. On a GPU the allocator counts them itself

@@ -30,10 +30,14 @@ class Scaling(NamedTuple):
 
 def write(folder: Path) -> Path:
     """Writes folder/bench.html and, for every figure of it, figures/NAME.svg."""
-    found = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*-scaling.json"))}
-    measured = {m for r in found.values() for forms in r["sweeps"].values() for lines in forms.values() for m in lines}
+    contents = {
+        file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*-scaling.json"))
+    }
+    measured = {
+        m for r in contents.values() for forms in r["sweeps"].values() for lines in forms.values() for m in lines
+    }
     methods = [m for m in NAMES if m in measured]
-    scalings = [_scaling(report, stem, methods) for stem, report in found.items()]
+    scalings = [_scaling(report, stem, methods) for stem, report in contents.items()]
     return write_page(
         folder / "bench.html",
         "bench.html.j2",

@@ -45,11 +45,11 @@ def scaling(sweeps: Sequence[str], base: Case, out: Path) -> Path:
     for name, twin in twins.items():
         if twin != name:
             shutil.copy(folder / f"{twin}.json", folder / f"{name}.json")
-    found = {sweep: _gather(folder, sweep, sizes[sweep]) for sweep in sweeps}
+    measured = {sweep: _gather(folder, sweep, sizes[sweep]) for sweep in sweeps}
     first = json.loads((folder / f"{next(iter(points))}.json").read_text(encoding="utf-8"))
     file = folder.with_suffix(".json")
     known = json.loads(file.read_text(encoding="utf-8"))["sweeps"] if file.exists() else {}
-    report = {"case": first["case"], "machine": first.get("machine"), "sweeps": known | found}
+    report = {"case": first["case"], "machine": first.get("machine"), "sweeps": known | measured}
     file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return file
 
@@ -65,7 +65,7 @@ def _at(base: Case, sweep: str, size: int) -> Case:
 def _gather(folder: Path, sweep: str, sizes: Sequence[int]) -> dict[str, Any]:
     """By form and method: seconds, bytes and their exponents, over the sizes that worked."""
     reports = [json.loads((folder / f"{sweep}-{size}.json").read_text(encoding="utf-8")) for size in sizes]
-    found: dict[str, Any] = {}
+    lines: dict[str, Any] = {}
     for form in ("eager", "best"):
         for method in METHODS:
             rows = [r.get("methods", {}).get(method, {}).get(form, {}) for r in reports]
@@ -76,8 +76,8 @@ def _gather(folder: Path, sweep: str, sizes: Sequence[int]) -> dict[str, Any]:
             for key, name in (("median", "seconds"), ("peak_bytes", "bytes")):
                 line[name] = [row[key] for _, row in measured]
                 line[f"{name}_exponent"] = exponent(line["sizes"], line[name])
-            found.setdefault(form, {})[method] = line
-    return found
+            lines.setdefault(form, {})[method] = line
+    return lines
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float | None:

@@ -123,32 +123,32 @@ def where(machine: dict[str, Any]) -> str:
 
 def reports(folder: Path) -> list[dict[str, Any]]:
     """The cases in a folder: GPUs first, those with the most methods first."""
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
-    cases = [r for r in found if "case" in r and "methods" in r]
+    contents = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
+    cases = [r for r in contents if "case" in r and "methods" in r]
     return sorted(cases, key=lambda r: (r["machine"]["gpu"] is None, r["case"]["model"] != "plain20"))
 
 
 def markdown(folder: Path) -> str:
     """The tables of README: every case's ratios beside its limits, and every method's for the cases that have all."""
     parts = []
-    found = reports(folder)
-    if not found:
+    cases = reports(folder)
+    if not cases:
         raise FileNotFoundError(f"no results of threepass bench in {folder}")
-    for machine in dict.fromkeys(where(r["machine"]) for r in found):
-        here = [r for r in found if where(r["machine"]) == machine]
+    for machine in dict.fromkeys(where(r["machine"]) for r in cases):
+        here = [r for r in cases if where(r["machine"]) == machine]
         versions = here[0]["machine"]
         parts.append(f"{machine}, torch {versions['torch']}:\n\n{_cases(here)}")
         parts += [_methods(r) for r in here if len(r["methods"]) == len(NAMES)]
     return "\n\n".join(parts)
 
 
-def _cases(found: list[dict[str, Any]]) -> str:
+def _cases(cases: list[dict[str, Any]]) -> str:
     """One row a case; a star is for its note, below the table."""
     lines = [
         "| net | plain, ms | paper, ms | its limit | exact, ms | its limit | memory of paper | of exact |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for r in found:
+    for r in cases:
         cells = [title(r["case"]), _ms(r["methods"]["plain"]) + (r"\*" if "note" in r else "")]
         for mode in ("paper", "exact"):
             z = r["limits"][mode]
@@ -161,7 +161,7 @@ def _cases(found: list[dict[str, Any]]) -> str:
             ]
         cells += [_ratio(r["methods"].get(mode, {}), "peak_ratio") for mode in ("paper", "exact")]
         lines.append(f"| {' | '.join(cells)} |")
-    notes = [f"\\* {title(r['case'])}: {r['note']}." for r in found if "note" in r]
+    notes = [f"\\* {title(r['case'])}: {r['note']}." for r in cases if "note" in r]
     return "\n".join(lines) + "".join(f"\n\n{note}" for note in notes)
 
 
@@ -206,8 +206,8 @@ def costs(folder: Path, what: str) -> str:
 
 def large_nets(folder: Path) -> str:
     """Time, memory, seconds to compile and largest batch of the large nets, beside those of plain training."""
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted((folder / "large").glob("*.json"))]
-    measured = [r for r in found if any("median" in row for row in r.get("rows", {}).values())]
+    nets = [json.loads(file.read_text(encoding="utf-8")) for file in sorted((folder / "large").glob("*.json"))]
+    measured = [r for r in nets if any("median" in row for row in r.get("rows", {}).values())]
     if not measured:
         return "Not measured yet."
     lines = [
@@ -255,11 +255,11 @@ END = "<!-- end -->"
 def fill(page: Path, folder: Path) -> None:
     """Puts the tables of a folder between the marks that a page has."""
     words = page.read_text(encoding="utf-8")
-    found = [mark for mark in MARKS if mark in words and END in words.split(mark, 1)[1]]
-    if not found:
+    places = [mark for mark in MARKS if mark in words and END in words.split(mark, 1)[1]]
+    if not places:
         marks = " or ".join(MARKS)
         raise ValueError(f"{page} has no place for the tables: a line {marks}, and {END} below it")
-    for mark in found:
+    for mark in places:
         head, rest = words.split(mark, 1)
         words = f"{head}{mark}\n{MARKS[mark](folder)}\n{END}{rest.split(END, 1)[1]}"
     page.write_text(words, encoding="utf-8")

@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 
 from .._torch_compat import TreeSpec, foreach_add_, has_gradient_hooks, tree_flatten, tree_map, tree_unflatten
 from ..core import engine, gradient_loss
-from ..core.engine import Result
+from ..core.engine import Result, Task
 from ..core.gradient_loss import GradientOptions, GradientResult
 from ..core.options import Options, check_model
 from ..core.scaler import scaled
@@ -54,7 +54,7 @@ def three_pass_call(model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], opt
     third = third and (options.third > 0 or options.separate)
 
     def passes(x: Any, y: Any, weights: tuple[Tensor, Tensor], seed: Tensor) -> Result:
-        return engine.run(model, loss_fn, x, y, options, third=third, weights=weights, seed=seed)
+        return engine.run(Task(model, loss_fn, x, y), options, third=third, weights=weights, seed=seed)
 
     kind = (
         options.mode, options.scale(2), options.input_at, options.wrt, options.batch_size, options.separate,
@@ -66,7 +66,7 @@ def three_pass_call(model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], opt
 
 def gradient_call(model: nn.Module, loss_fn: Callable[[Any, Any, Any], Tensor], options: GradientOptions) -> Call:
     def passes(x: Any, y: Any, weights: tuple[Tensor, Tensor], seed: Tensor) -> GradientResult:
-        return gradient_loss.run(model, loss_fn, x, y, options, seed=seed)
+        return gradient_loss.run(Task(model, loss_fn, x, y), options, seed=seed)
 
     kind = (options.wrt, options.input_at, options.separate)
     return Call(passes, kind, "gradient step", ("value_fn", options.value_fn))

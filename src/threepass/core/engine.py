@@ -41,6 +41,15 @@ from .warn import warn_of_norms, warn_of_other_leaves
 from .wrt import Wrt, is_float, leaves_of, like_inputs, map_inputs, map_leaves, without_other_leaves
 
 
+class Task(NamedTuple):
+    """What the passes differentiate: loss_fn(model(x), y), or for `gradient_step` loss_fn(model(x), g, y)."""
+
+    model: nn.Module
+    loss_fn: Callable[..., Tensor]
+    x: Any
+    y: Any
+
+
 @dataclass(frozen=True, repr=False)
 class Result:
     """The result of one step.
@@ -115,14 +124,11 @@ def three_pass(
             them in a tuple; default: all floating-point tensors of x. Gradients are then a tensor, or a dict.
     """
     options = Options(alpha, reduction, mode, strength, input_at, batch_size, separate, penalty, wrt)
-    return run(model, loss_fn or own_loss, x, y, options)
+    return run(Task(model, loss_fn or own_loss, x, y), options)
 
 
 def run(
-    model: nn.Module,
-    loss_fn: Callable[[Any, Any], Tensor],
-    x: Any,
-    y: Any,
+    task: Task,
     options: Options,
     *,
     third: bool = True,
@@ -130,7 +136,7 @@ def run(
     weights: tuple[Tensor, Tensor] | None = None,
     seed: Tensor | None = None,
 ) -> Result:
-    """`three_pass` with its options in one object; third=False skips pass 3, warn=False is for measurements.
+    """`three_pass` with its arguments in two objects; third=False skips pass 3, warn=False is for measurements.
 
     weights: in a compiled step, the terms' weights (back, third) as tensors, so that they can change from call to call;
     the gradients then have the parameters' own dtypes. seed: with weights, an int32 scalar on the model's device, the
@@ -138,8 +144,8 @@ def run(
     """
     if weights is not None:
         seed = torch.zeros((), dtype=torch.int32, device=weights[0].device) if seed is None else seed_op(seed)
-    x = dict(x) if isinstance(x, Mapping) else x
-    task = Task(model, loss_fn, x, y)
+    if isinstance(task.x, Mapping):
+        task = task._replace(x=dict(task.x))
     step = _Step(task, options, third and options.has_third_term, warn, weights, seed)
     with without_garbage_collection():
         try:
@@ -148,15 +154,6 @@ def run(
             return _three_passes(step, module_paths=False, blocks=False)
         except UnsupportedError:  # fails again, with the names of the modules
             return _three_passes(step, module_paths=True, blocks=False)
-
-
-class Task(NamedTuple):
-    """What the passes differentiate: loss_fn(model(x), y), or for `gradient_step` loss_fn(model(x), g, y)."""
-
-    model: nn.Module
-    loss_fn: Callable[..., Tensor]
-    x: Any
-    y: Any
 
 
 class _Step(NamedTuple):

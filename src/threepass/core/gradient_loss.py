@@ -120,7 +120,7 @@ def gradient_step(
         torch.Size([5, 3])
     """
     check_loss_fn(loss_fn)
-    return run(model, loss_fn, x, y, GradientOptions(value_fn, wrt, input_at, separate))
+    return run(Task(model, loss_fn, x, y), GradientOptions(value_fn, wrt, input_at, separate))
 
 
 def check_loss_fn(loss_fn: Any) -> None:
@@ -135,23 +135,15 @@ def check_loss_fn(loss_fn: Any) -> None:
         raise TypeError(f"loss_fn must take (output, g, y), where g = d value / dx: {error}") from None
 
 
-def run(
-    model: nn.Module,
-    loss_fn,
-    x: Any,
-    y: Any,
-    options: GradientOptions,
-    *,
-    warn: bool = True,
-    seed: Tensor | None = None,
-) -> GradientResult:
-    """`gradient_step` with its options in one object.
+def run(task: Task, options: GradientOptions, *, warn: bool = True, seed: Tensor | None = None) -> GradientResult:
+    """`gradient_step` with its arguments in two objects.
 
     seed: in a compiled step, an int32 scalar that random rounding is made from; the gradients then are in the
     parameters' own formats.
     """
     seed = None if seed is None else seed_op(seed)
-    task = Task(model, loss_fn, dict(x) if isinstance(x, Mapping) else x, y)
+    if isinstance(task.x, Mapping):
+        task = task._replace(x=dict(task.x))
     try:
         return _passes(task, options, warn, seed, module_paths=False)
     except UnsupportedError:  # fails again, and says in which modules

@@ -154,7 +154,7 @@ def _curved(model, loss_fn, x, y, input_at: str | None) -> tuple[tuple[str, ...]
 
 def _gradient_ratio(model, loss_fn, x, y, options: Options) -> float:
     with unchanged_on_error(model, always=True):
-        r = run(model, loss_fn, x, y, options, warn=False)
+        r = run(Task(model, loss_fn, x, y), options, warn=False)
     if not math.isfinite(r.loss.item()):
         raise ValueError(
             f"the loss is {r.loss.item()} on this batch: look for NaN or infinity in x, y and the model's parameters"
@@ -200,7 +200,7 @@ def _step_seconds(model, loss_fn, x, y, input_at: str | None) -> dict[str, float
 
     def three(mode: str) -> Callable[[], Any]:
         options = Options(mode=mode, strength=START, input_at=input_at)
-        return lambda: run(model, loss_fn, x, y, options, warn=False)
+        return lambda: run(Task(model, loss_fn, x, y), options, warn=False)
 
     def seconds(step: Callable[[], Any]) -> float:
         began = _now(device)

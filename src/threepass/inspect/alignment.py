@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.engine import run
+from ..core.engine import Task, run
 from ..core.options import Options
 from ..tape.state import unchanged_on_error
 
@@ -57,7 +57,7 @@ def alignment(
 def _third(model, loss_fn, x, y, mode: str, input_at: str | None) -> dict[str, Tensor]:
     with unchanged_on_error(model, always=True):
         options = Options(mode=mode, input_at=input_at, separate=True)
-        return run(model, loss_fn, x, y, options, warn=False).third_grads or {}
+        return run(Task(model, loss_fn, x, y), options, warn=False).third_grads or {}
 
 
 def _compare(paper: Tensor, exact: Tensor) -> Agreement:

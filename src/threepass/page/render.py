@@ -1,4 +1,4 @@
-"""Templates: the words and the markup of a page, apart from the code that finds its numbers."""
+"""Templates: the text and markup of pages, separate from the code that computes their numbers."""
 
 from typing import Any
 

@@ -1,9 +1,10 @@
 """`compare`: two passes against three from the same initial weights on the same batches, over seeds, with a report.
 
     runs/NAME/
-        compare.json             settings, variants, seeds, versions, how to make it again, cost of a step
+        compare.json             settings, variants, seeds, versions, the command, cost of a step
         <variant>/seed-<n>/      metrics.jsonl, weights.safetensors, robustness.json, variances.json, result.json
         examples.safetensors     images and their input gradients under every variant
+        summary.json             compare.json with the last metrics and the robustness of every run, in one file
         report.html, figures/    the page, and its figures as files
 
 A seed gives every variant the same initial weights and the same batches. A run is complete when its result.json is
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._version import code_version
+from ..core.engine import Task
 from ..core.engine import run as three_passes
 from ..core.options import Options
 from ..errors import DivergedError
@@ -42,6 +44,7 @@ from ..train.data import Batches, DataSet, load
 from ..train.files import read_object, write_json
 from ..train.folder import fresh
 from ..train.loop import fit
+from ..train.metrics import GivenFunctions
 from ..train.optimizer import make_optimizer
 from ..train.trainer import Trainer
 from . import robust
@@ -67,6 +70,15 @@ class Variant:
 
     def config(self, common: Config, seed: int) -> Config:
         return Config.from_dict(common.to_dict() | self.settings | {"seed": seed})
+
+    def in_words(self) -> str:
+        """Its name and settings in one line.
+
+        >>> Variant("slow", {"lr": 0.01, "strength": None}).in_words()
+        'slow: lr 0.01'
+        """
+        settings = [f"{name} {value}" for name, value in self.settings.items() if value is not None]
+        return f"{self.name}: {', '.join(settings)}"
 
     @property
     def is_two_passes(self) -> bool:
@@ -123,34 +135,20 @@ def compare(
         variants: the first of two passes among them (else the first) is what the others are compared with.
         seeds: how many; they are 0, 1, ...
         out: the folder; where there is one already, NAME-2, NAME-3, ... is made, unless this is to `resume`.
-        command: the command line that makes this comparison again, for the report.
+        command: the command line of this comparison, for the report.
         about: a sentence for the report on what is compared.
         loss_fn: `loss_fn(output, y)`, a mean over the batch; default: cross-entropy.
         sigmas, radii: of noise and attacks, in units of pixels 0 to 1.
-        say: told of every run's end.
+        say: called with a line at the end of every run.
     """
-    _check(data, variants, seeds)
-    for variant in variants:  # what cannot be trained is refused before anything is
-        Trainer(_fresh_model(make_model, data, 0), data, variant.config(config, 0), loss_fn)
-    out = Path(out) if resume else fresh(Path(out))
     plan = Comparison(data, make_model, config, variants, seeds, loss_fn, sigmas, radii)
-    described = plan.described() | {"about": about, "command": command}
-    _begin(out, described, resume)
-    saved, shared = out / "compare.json", as_toml(common_settings(config.to_dict(), described["variants"]))
-    methods = "\n".join(f"# {v.name}: {_listed(v.settings)}" for v in variants)
-    _note(f"# common settings, saved in {saved}\n{shared}\n# methods\n{methods}")
-    for seed in range(seeds):
-        for k, variant in enumerate(variants):
-            folder = out / variant.folder / f"seed-{seed}"
-            if not (folder / "result.json").exists():
-                _note(f"# run {seed * len(variants) + k + 1} of {seeds * len(variants)}: {variant.name}, seed {seed}")
-                result = _train(plan, variant, seed, folder)
-                say(f"seed {seed}  {variant.name:<24} {_in_words(result)}")
-    if not (out / "examples.safetensors").exists():
-        _keep_examples(data, make_model, variants, out)
-    described = json.loads((out / "compare.json").read_text())
-    if "cost" not in described:
-        write_json(out / "compare.json", described | {"cost": cost(data, make_model, config, variants, loss_fn)})
+    _check(plan)
+    out = Path(out) if resume else fresh(Path(out))
+    _begin(out, plan.described() | {"about": about, "command": command}, resume)
+    _note(f"# common settings, saved in {out / 'compare.json'}\n{plan.in_words()}")
+    _train_missing(plan, out, say)
+    _measure_missing(plan, out)
+    write_json(out / "summary.json", summary(out))
     for line in in_lines(gather([out])):
         say(line)
     say(f"report: {report([out], out)}")
@@ -161,8 +159,38 @@ def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _listed(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
+def _train_missing(plan: "Comparison", out: Path, say: Callable[[str], None]) -> None:
+    """Trains every variant from every seed, but for runs that are complete."""
+    runs = [(variant, seed) for seed in range(plan.seeds) for variant in plan.variants]
+    for k, (variant, seed) in enumerate(runs, 1):
+        folder = out / variant.folder / f"seed-{seed}"
+        if not (folder / "result.json").exists():
+            _note(f"# run {k} of {len(runs)}: {variant.name}, seed {seed}")
+            result = _train(plan, variant, seed, folder)
+            say(f"seed {seed}  {variant.name:<24} {_in_words(result)}")
+
+
+def _measure_missing(plan: "Comparison", out: Path) -> None:
+    """Writes what is measured once all runs are there: examples with their input gradients, and the cost of a step."""
+    if not (out / "examples.safetensors").exists():
+        _write_examples(plan, out)
+    described = json.loads((out / "compare.json").read_text())
+    if "cost" not in described:
+        write_json(out / "compare.json", described | {"cost": cost(plan)})
+
+
+def summary(out: Path) -> dict[str, Any]:
+    """compare.json of a comparison, and of every run its last metrics and its accuracy under noise and attacks."""
+    described = read_object(out / "compare.json", COMPARED)
+    runs = []
+    for variant in described["variants"]:
+        for seed in range(described["seeds"]):
+            folder = out / variant["folder"] / f"seed-{seed}"
+            result, robustness = json.loads((folder / "result.json").read_text()), folder / "robustness.json"
+            del result["config"]  # the comparison's, the variant's settings and the seed
+            measured = json.loads(robustness.read_text()) if robustness.exists() else None
+            runs.append(result | {"robustness": measured})
+    return described | {"runs": runs}
 
 
 def digits_demo(out: Path = Path("runs/demo"), **options: Any) -> Path:
@@ -210,6 +238,16 @@ class Comparison:
     sigmas: Sequence[float]
     radii: Sequence[float]
 
+    def fresh_model(self, seed: int) -> nn.Module:
+        """The model with the initial weights of a seed, on the data's device."""
+        torch.manual_seed(seed)
+        return self.make_model().to(self.data.train.x.device)
+
+    def in_words(self) -> str:
+        """The settings that the variants share, as a file for `--config`, and each variant's own."""
+        shared = common_settings(self.config.to_dict(), [{"settings": v.settings} for v in self.variants])
+        return "\n".join([as_toml(shared), "# methods", *(f"# {v.in_words()}" for v in self.variants)])
+
     def described(self) -> dict[str, Any]:
         """What compare.json has of it, with the versions and the machine."""
         data = self.data
@@ -238,25 +276,18 @@ class Comparison:
         }  # fmt: skip
 
 
-def cost(
-    data: DataSet,
-    make_model: Callable[[], nn.Module],
-    config: Config,
-    variants: Sequence[Variant],
-    loss_fn: LossFn | None = None,
-    rounds: int = 40,
-) -> dict[str, Any]:
+def cost(plan: Comparison, rounds: int = 40) -> dict[str, Any]:
     """Seconds a step: medians over rounds in which variants take turns on one batch, and so meet the same disturbances.
 
     "plain" is PyTorch's own forward, `loss.backward()` and update, without the input gradient: what two passes need.
     The learning rate is next to zero, so that all measure the same net. With every=k a step is the mean of k in a row.
     """
-    loss_fn = loss_fn or F.cross_entropy
+    data, config, loss_fn = plan.data, plan.config, plan.loss_fn or F.cross_entropy
     batches = Batches(data.train, config.batch_size, normalise=(data.mean, data.std), shuffle=True, seed=0)
     x, y = next(iter(batches.epoch(0)))
-    steps = {"plain": _plain_step(_fresh_model(make_model, data, 0), config, loss_fn, x, y)}
-    for v in variants:
-        steps[v.name] = _step(_fresh_model(make_model, data, 0), v.config(config, 0), loss_fn, x, y)
+    steps = {"plain": _plain_step(plan.fresh_model(0), config, loss_fn, x, y)}
+    for v in plan.variants:
+        steps[v.name] = _step(plan.fresh_model(0), v.config(config, 0), loss_fn, x, y)
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 3):
         for name, step in steps.items():
@@ -269,7 +300,7 @@ def cost(
 def _train(plan: Comparison, variant: Variant, seed: int, folder: Path) -> dict[str, Any]:
     """One run, from its checkpoint if there is one, and its measurements; result.json comes last."""
     data, loss_fn, own = plan.data, plan.loss_fn, variant.config(plan.config, seed)
-    model = _fresh_model(plan.make_model, data, seed)
+    model = plan.fresh_model(seed)
     begun = any((folder / name / "state.json").exists() for name in ("checkpoint", "checkpoint.old"))
 
     if not (begun and read(folder).diverged):
@@ -281,8 +312,10 @@ def _train(plan: Comparison, variant: Variant, seed: int, folder: Path) -> dict[
             {k: z.detach().cpu().contiguous() for k, z in model.state_dict().items()}, folder / "weights.safetensors"
         )
         write_json(folder / "robustness.json", robust.robustness(model, data, plan.sigmas, plan.radii))
-        start = _fresh_model(plan.make_model, data, seed)
-        variances = {"start": _variances(start, data, own, loss_fn), "end": _variances(model, data, own, loss_fn)}
+        variances = {
+            "start": _variances(plan.fresh_model(seed), data, own, loss_fn),
+            "end": _variances(model, data, own, loss_fn),
+        }
         write_json(folder / "variances.json", variances)
     result = {
         "status": "diverged" if run.diverged else "complete",
@@ -298,11 +331,6 @@ def _train(plan: Comparison, variant: Variant, seed: int, folder: Path) -> dict[
     return result
 
 
-def _fresh_model(make_model: Callable[[], nn.Module], data: DataSet, seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return make_model().to(data.train.x.device)
-
-
 def _variances(model: nn.Module, data: DataSet, config: Config, loss_fn: LossFn | None) -> list[dict[str, Any]]:
     """Of both passes' signals at every layer on the first validation batch; nothing where forward AD is missing."""
     batches = Batches(data.val, config.batch_size, normalise=(data.mean, data.std), shuffle=False, seed=0)
@@ -314,30 +342,30 @@ def _variances(model: nn.Module, data: DataSet, config: Config, loss_fn: LossFn 
     return [dataclasses.asdict(row) for row in rows]
 
 
-def _keep_examples(data: DataSet, make_model: Callable[[], nn.Module], variants: Sequence[Variant], out: Path) -> None:
+def _write_examples(plan: Comparison, out: Path) -> None:
     """Validation images with dl/dp under every variant of seed 0, and |dl/dp| of all examples.
 
     The images are those with the largest geometric mean of |dl/dp| over the variants, a choice that favours none.
     """
-    p = robust.pixels(data)
-    gradients, kept = {}, {}
-    for v in variants:
+    p = robust.pixels(plan.data)
+    gradients, tensors = {}, {}
+    for v in plan.variants:
         weights = out / v.folder / "seed-0" / "weights.safetensors"
         if weights.exists():
-            model = _fresh_model(make_model, data, 0)
+            model = plan.fresh_model(0)
             model.load_state_dict(load_file(weights))
             model = robust.in_float64(model, p.x.device)
             gradients[v.name] = robust.input_gradient(model, p, p.x)
-            kept[f"norm/{v.name}"] = gradients[v.name].flatten(1).norm(dim=1)
-            kept[f"said/{v.name}"] = model(p.normalised(p.x)).argmax(1)
+            tensors[f"norm/{v.name}"] = gradients[v.name].flatten(1).norm(dim=1)
+            tensors[f"said/{v.name}"] = model(p.normalised(p.x)).argmax(1)
     if not gradients:
         return
-    lengths = torch.stack([kept[f"norm/{name}"] for name in gradients])
+    lengths = torch.stack([tensors[f"norm/{name}"] for name in gradients])
     shown = lengths.log().mean(0).argsort(descending=True)[:EXAMPLES].tolist()
-    kept |= {"pixels": p.x[shown].float(), "label": p.y[shown]}
+    tensors |= {"pixels": p.x[shown].float(), "label": p.y[shown]}
     for name, gradient in gradients.items():
-        kept |= {f"gradient/{name}": gradient[shown].float(), f"said/{name}": kept[f"said/{name}"][shown]}
-    save_file({k: z.cpu().contiguous() for k, z in kept.items()}, out / "examples.safetensors")
+        tensors |= {f"gradient/{name}": gradient[shown].float(), f"said/{name}": tensors[f"said/{name}"][shown]}
+    save_file({k: z.cpu().contiguous() for k, z in tensors.items()}, out / "examples.safetensors")
 
 
 def _plain_step(model: nn.Module, config: Config, loss_fn: LossFn, x: Tensor, y: Tensor) -> Callable[[], float]:
@@ -362,7 +390,7 @@ def _step(model: nn.Module, config: Config, loss_fn: LossFn, x: Tensor, y: Tenso
         for i in range(config.every):
             optimizer.zero_grad()
             with torch.autocast(x.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
-                r = three_passes(model, loss_fn, x, y, options, third=i == 0, warn=False)
+                r = three_passes(Task(model, loss_fn, x, y), options, third=i == 0, warn=False)
             add_to_grad(model, r)
             optimizer.step()
 
@@ -380,17 +408,22 @@ def _seconds(run: Callable[[], None], x: Tensor) -> float:
     return now() - began
 
 
-def _check(data: DataSet, variants: Sequence[Variant], seeds: int) -> None:
-    if not data.classes:
-        raise ValueError(f"{data.name} has no classes, and a comparison measures accuracy: use train for regression")
-    if seeds < 1:
-        raise ValueError(f"seeds must be at least 1, got {seeds!r}")
-    if not variants:
+def _check(plan: Comparison) -> None:
+    """Raises a `ValueError` for a comparison that is impossible, before anything is trained."""
+    if not plan.data.classes:
+        raise ValueError(
+            f"{plan.data.name} has no classes, and a comparison measures accuracy: use train for regression"
+        )
+    if plan.seeds < 1:
+        raise ValueError(f"seeds must be at least 1, got {plan.seeds!r}")
+    if not plan.variants:
         raise ValueError("nothing to compare: give at least one variant")
-    folders = [v.folder for v in variants]
-    twice = sorted({v.name for v in variants if folders.count(v.folder) > 1 or not v.folder})
+    folders = [v.folder for v in plan.variants]
+    twice = sorted({v.name for v in plan.variants if folders.count(v.folder) > 1 or not v.folder})
     if twice:
         raise ValueError(f"every variant needs a name of its own, also as a folder: {', '.join(map(repr, twice))}")
+    for variant in plan.variants:  # what cannot be trained is an error of the trainer
+        Trainer(plan.fresh_model(0), plan.data, variant.config(plan.config, 0), GivenFunctions(plan.loss_fn))
 
 
 def _begin(out: Path, now: dict[str, Any], resume: bool) -> None:

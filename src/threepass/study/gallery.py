@@ -27,12 +27,12 @@ class Gallery(NamedTuple):
 def galleries(study: Study) -> Iterator[Gallery]:
     for folder, about in study.compared:
         file = folder / "examples.safetensors"
-        kept = _read_examples(file) if file.exists() else {}
-        names = [v["name"] for v in about["variants"] if f"gradient/{v['name']}" in kept]
-        if names and kept["pixels"].dim() == 4:
-            lengths = _lengths(kept, names, about["baseline"])
-            examples = len(kept[f"norm/{names[0]}"])
-            yield Gallery(study.heading(folder), examples, lengths, _tiles(kept, names, about["data"]["classes"]))
+        tensors = _read_examples(file) if file.exists() else {}
+        names = [v["name"] for v in about["variants"] if f"gradient/{v['name']}" in tensors]
+        if names and tensors["pixels"].dim() == 4:
+            lengths = _lengths(tensors, names, about["baseline"])
+            examples = len(tensors[f"norm/{names[0]}"])
+            yield Gallery(study.heading(folder), examples, lengths, _tiles(tensors, names, about["data"]["classes"]))
 
 
 def _read_examples(file: Path) -> dict[str, Tensor]:
@@ -42,17 +42,19 @@ def _read_examples(file: Path) -> dict[str, Tensor]:
         raise ValueError(f"{file} is damaged ({error}): delete it, and the page does without its images") from error
 
 
-def _tiles(kept: dict[str, Tensor], names: Sequence[str], classes: Sequence[str]) -> Table:
-    labels = [classes[i] for i in kept["label"].tolist()]
-    sizes = torch.stack([kept[f"gradient/{name}"].abs().sum(1) for name in names])  # methods x images x height x width
+def _tiles(tensors: dict[str, Tensor], names: Sequence[str], classes: Sequence[str]) -> Table:
+    labels = [classes[i] for i in tensors["label"].tolist()]
+    sizes = torch.stack(
+        [tensors[f"gradient/{name}"].abs().sum(1) for name in names]
+    )  # methods x images x height x width
     tops = sizes.amax((0, 2, 3)).tolist()
-    images = zip(kept["pixels"], labels, strict=True)
+    images = zip(tensors["pixels"], labels, strict=True)
     rows = [("image", [Cell("", image=data_uri(picture(z)), alt=f"image of class {label}") for z, label in images])]
     for name, maps in zip(names, sizes, strict=True):
-        lengths = kept[f"gradient/{name}"].flatten(1).norm(dim=1).tolist()
+        lengths = tensors[f"gradient/{name}"].flatten(1).norm(dim=1).tolist()
         cells = []
         for label, said, size, top, length in zip(
-            labels, kept[f"said/{name}"].tolist(), maps, tops, lengths, strict=True
+            labels, tensors[f"said/{name}"].tolist(), maps, tops, lengths, strict=True
         ):
             wrong = "" if classes[said] == label else f"read as {classes[said]}"
             alt = f"input gradient under {name}, class {label}: length {number(length)} {wrong}".rstrip()
@@ -61,12 +63,12 @@ def _tiles(kept: dict[str, Tensor], names: Sequence[str], classes: Sequence[str]
     return Table("Images and input gradients.", labels, rows, "examples")
 
 
-def _lengths(kept: dict[str, Tensor], names: Sequence[str], base: str) -> list[tuple[str, str]]:
+def _lengths(tensors: dict[str, Tensor], names: Sequence[str], base: str) -> list[tuple[str, str]]:
     """Over all examples, because eight images prove nothing: of every method, in words."""
     texts = []
     for name in names if base in names else ():
         if name != base:
-            shorter = (kept[f"norm/{name}"] < kept[f"norm/{base}"]).double().mean().item()
-            before, after = (number(kept[f"norm/{n}"].square().mean().sqrt().item()) for n in (base, name))
+            shorter = (tensors[f"norm/{name}"] < tensors[f"norm/{base}"]).double().mean().item()
+            before, after = (number(tensors[f"norm/{n}"].square().mean().sqrt().item()) for n in (base, name))
             texts.append((name, f"root mean square {after} against {before} with {base}, shorter in {shorter:.0%}"))
     return texts

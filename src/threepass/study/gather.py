@@ -197,7 +197,7 @@ def read(folder: Path) -> Run:
 
     history = _read_metrics(folder / "metrics.jsonl")
     files = ("result.json", "run.json", "checkpoint/state.json")
-    about = next((found for name in files if (found := content(name, CONFIGURED))), {})
+    about = next((settings for name in files if (settings := content(name, CONFIGURED))), {})
     config = about.get("config", {})
     diverged = bool(history) and not is_finite(history[-1])
     measured = content("robustness.json", ROBUST), content("variances.json", VARIANCES)
@@ -268,8 +268,8 @@ def _one_a_seed(group: Group, notes: list[str]) -> list[Run]:
     for seed, times in Counter(run.seed for run in group.runs).items():
         if times > 1:
             names = ", ".join(_tail(run.folder, 2) for run in group.runs if run.seed == seed)
-            kept = f"only the newest, {_tail(newest[seed].folder, 2)}, is used"
-            notes.append(f"{group.name}: seed {seed} occurs {times} times ({names}); {kept}.")
+            choice = f"only the newest, {_tail(newest[seed].folder, 2)}, is used"
+            notes.append(f"{group.name}: seed {seed} occurs {times} times ({names}); {choice}.")
     return [newest[seed] for seed in sorted(newest)]
 
 

@@ -59,15 +59,15 @@ def run(out: Path, depth: int = 8, width: int = 256, batch: int = 64, draws: int
 
     out.mkdir(parents=True, exist_ok=True)
     settings = {"depth": depth, "width": width, "batch": batch, "draws": draws, "seed": seed}
-    found = {"settings": settings, "agreement": agreement, "no_solution": missing, "results": results}
-    (out / "init-study.json").write_text(json.dumps(found, default=asdict) + "\n")
-    _write(out / "init-study.html", found)
+    report = {"settings": settings, "agreement": agreement, "no_solution": missing, "results": results}
+    (out / "init-study.json").write_text(json.dumps(report, default=asdict) + "\n")
+    _write(out / "init-study.html", report)
     print("measured / predicted: smallest and largest over layers and initialisers")
     for name, ratios in agreement.items():
         print(f"  {name}: " + ", ".join(f"{q} {low:.2g} to {high:.2g}" for q, (low, high) in ratios.items()))
     for name, layers in missing.items():
         print(f'"balanced", {name}: ' + (f"no solution in {', '.join(layers)}" if layers else "solved in every layer"))
-    return found
+    return report
 
 
 def _nets(depth: int, width: int, batch: int) -> Iterator[Net]:
@@ -100,10 +100,10 @@ def _measure(net: Net, scheme: str, draws: int) -> dict[str, Any]:
     strides = [prod(getattr(m, "stride", (1,))) for m in chain]
     fans = [(r.n_in, r.n_out // s) for r, s in zip(layers, strides, strict=False)]
     weights, start = [r.variance for r in layers[: len(chain)]], (net.x.var().item(), measured[-1].error)
-    found: dict[str, Any] = {"net": net.name, "scheme": scheme, "layers": layers, "measured": measured}
+    report: dict[str, Any] = {"net": net.name, "scheme": scheme, "layers": layers, "measured": measured}
     for name in ("equations", "correlated"):
-        found[name] = predicted(fans, weights, net.nonlinearity, *start, correlated=name == "correlated").rows
-    return found
+        report[name] = predicted(fans, weights, net.nonlinearity, *start, correlated=name == "correlated").rows
+    return report
 
 
 def _mean(rows: Iterable[Row]) -> Row:
@@ -113,24 +113,24 @@ def _mean(rows: Iterable[Row]) -> Row:
 
 def _agreement(results: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
     """The extremes of measured / predicted; the sum at the input, which is zero, is left out."""
-    found = {}
+    extremes = {}
     for kind in ("equations", "correlated"):
         for q in QUANTITIES if kind == "equations" else ("pass3", "both"):
             pairs = [pair for r in results for pair in list(zip(r["measured"], r[kind], strict=True))[q == "both" :]]
             ratios = [getattr(m, q) / getattr(p, q) for m, p in pairs]
-            found[q if kind == "equations" else f"{q} correlated"] = (min(ratios), max(ratios))
-    return found
+            extremes[q if kind == "equations" else f"{q} correlated"] = (min(ratios), max(ratios))
+    return extremes
 
 
 def _without_root(layers: Iterable[Layer]) -> list[str]:
     return [f"{r.name} ({r.n_in} to {r.n_out})" for r in layers if r.note == NO_ROOT]
 
 
-def _write(page: Path, found: dict[str, Any]) -> None:
-    nets = {name: list(_figures(name, found["results"])) for name in found["agreement"]}
-    quantities = list(next(iter(found["agreement"].values())))
+def _write(page: Path, report: dict[str, Any]) -> None:
+    nets = {name: list(_figures(name, report["results"])) for name in report["agreement"]}
+    quantities = list(next(iter(report["agreement"].values())))
     rows = []
-    for name, ratios in found["agreement"].items():
+    for name, ratios in report["agreement"].items():
         rows.append((name, [Cell(" to ".join(number(end, 2) for end in ratios[q])) for q in quantities]))
     caption = "Measured over predicted: smallest and largest over layers and initialisers."
     write_page(
@@ -140,7 +140,7 @@ def _write(page: Path, found: dict[str, Any]) -> None:
         nets=nets,
         schemes=list(SCHEMES),
         agreement=Table(caption, [QUANTITIES[q.split()[0]] + ", correlated" * (" " in q) for q in quantities], rows),
-        **{name: found[name] for name in ("settings", "no_solution")},
+        **{name: report[name] for name in ("settings", "no_solution")},
     )
 
 

@@ -1,4 +1,4 @@
-"""`threepass robustness`: accuracy under noise and attacks of runs that `threepass train` left, for their reports."""
+"""`threepass robustness`: the accuracy under noise and attacks of runs of `threepass train`, for their reports."""
 
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,12 @@ def measure(folder: Path, where: dict[str, Any], examples: int = 500) -> dict[st
             raise ValueError(f"{folder}: the run has not finished an epoch yet")
         if trainer.average is not None:
             trainer.average.put()
-        found = robust.robustness(trainer.model, data, examples=examples) | {"epochs": len(trainer.history)}
-        write_json(folder / "robustness.json", found)
-    return found
+        curves = robust.robustness(trainer.model, data, examples=examples) | {"epochs": len(trainer.history)}
+        write_json(folder / "robustness.json", curves)
+    return curves
 
 
-def in_words(found: dict[str, Any]) -> list[str]:
+def in_words(curves: dict[str, Any]) -> list[str]:
     """One line for each kind of disturbance: its sizes, and the accuracies under them.
 
     >>> in_words({kind: {"at": [0.0, 0.1], "accuracy": [0.95, 0.5]} for kind in ATTACKS})[0]
@@ -42,6 +42,6 @@ def in_words(found: dict[str, Any]) -> list[str]:
     """
     lines = []
     for kind, name in ATTACKS.items():
-        pairs = zip(found[kind]["at"], found[kind]["accuracy"], strict=True)
+        pairs = zip(curves[kind]["at"], curves[kind]["accuracy"], strict=True)
         lines.append(f"{name:<14}  " + "  ".join(f"{at:g}: {accuracy:.1%}" for at, accuracy in pairs))
     return lines

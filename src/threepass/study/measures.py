@@ -1,4 +1,4 @@
-"""What a report says of a run in one number."""
+"""The numbers by which a report compares runs."""
 
 import math
 from functools import partial
@@ -17,7 +17,7 @@ class Column(NamedTuple):
 
 
 def columns(study: Study) -> dict[str, Column]:
-    found = {
+    measures = {
         "best error, %": Column(best_error, "low"),
         "final error, %": Column(final_error, "low"),
         "final loss": Column(partial(Run.last, key="val_loss"), "low"),
@@ -28,8 +28,8 @@ def columns(study: Study) -> dict[str, Column]:
         at = next((at for group in study.groups if (at := middle(group, kind)) is not None), None)
         if at is not None:
             of = partial(Run.accuracy, kind=kind, at=at)
-            found[f"accuracy at {name.removeprefix('Gaussian ')} {at:g}, %"] = Column(of, "high")
-    return found
+            measures[f"accuracy at {name.removeprefix('Gaussian ')} {at:g}, %"] = Column(of, "high")
+    return measures
 
 
 def middle(group: Group, kind: str) -> float | None:

@@ -1,7 +1,7 @@
 """`report`: one page from any set of runs, built from their files alone; it needs no server, no network and no model.
 
-A run is a folder of `threepass compare` (compare.json) or of `threepass train` (metrics.jsonl). Runs that differ in
-their seed only are one series. Beside the page, figures/ holds every figure as an SVG file.
+A run is a folder of `threepass compare` (compare.json) or of `threepass train` (metrics.jsonl). Runs that differ only
+in their seed are one series. Beside the page, figures/ holds every figure as an SVG file.
 """
 
 import math

@@ -91,9 +91,9 @@ def sweeps(study: Study) -> Iterator[Figure]:
         if group.complete and not group.complete[0].is_two_passes:
             config = group.complete[0].config
             name = "alpha" if config.get("strength") is None else "strength"
-            kept = {n: v for n, v in group.complete[0].settings.items() if n not in (name, "lr", "eta_over_alpha")}
+            others = {n: v for n, v in group.complete[0].settings.items() if n not in (name, "lr", "eta_over_alpha")}
             base = "" if group.baseline is None else group.baseline.name
-            alike.setdefault(json.dumps([name, base, kept], sort_keys=True), {})[config[name]] = k
+            alike.setdefault(json.dumps([name, base, others], sort_keys=True), {})[config[name]] = k
     for i, (key, series) in enumerate((key, s) for key, s in alike.items() if len(s) >= FEWEST):
         yield from _sweep(study, json.loads(key)[0], series, i)
 
@@ -111,19 +111,19 @@ def _sweep(study: Study, name: str, series: dict[float, int], which: int) -> Ite
         if (at := middle(first, kind)) is not None:
             measures[kind] = f"Accuracy under {ATTACKS[kind]} {at:g}, %", partial(Run.accuracy, kind=kind, at=at)
     for slug, (title, of) in measures.items():
-        found = [(i, k, seeds) for i, k in enumerate(order) if (seeds := study.groups[k].values(of))]
-        lines = [Line(-1, [i for i, _, _ in found], [fmean(s) for _, _, s in found], style="bare", label="mean")]
-        lines += [Line(k, [i] * len(seeds), seeds, style="points") for i, k, seeds in found]
+        points = [(i, k, seeds) for i, k in enumerate(order) if (seeds := study.groups[k].values(of))]
+        lines = [Line(-1, [i for i, _, _ in points], [fmean(s) for _, _, s in points], style="bare", label="mean")]
+        lines += [Line(k, [i] * len(seeds), seeds, style="points") for i, k, seeds in points]
         panel = Panel(f"by-{name}-{slug}-{which}", title, name, lines, "points: seeds; line: means", ticks=ticks)
         yield Figure(panel, study.names, f"Points: seeds, last epoch. Line: their means, by {name}.")
 
 
 def robustness(study: Study) -> Iterator[Figure]:
-    found = {k: [r.robustness for r in g.complete if r.robustness] for k, g in enumerate(study.groups)}
-    found = {k: measured for k, measured in found.items() if measured}
-    for kind, title in ATTACKS.items() if found else ():
+    curves = {k: [r.robustness for r in g.complete if r.robustness] for k, g in enumerate(study.groups)}
+    curves = {k: measured for k, measured in curves.items() if measured}
+    for kind, title in ATTACKS.items() if curves else ():
         lines = []
-        for k, measured in found.items():
+        for k, measured in curves.items():
             at = measured[0][kind]["at"]
             rows = [[100 * a for a in c[kind]["accuracy"]] for c in measured if c[kind]["at"] == at]
             lines.append(over_runs(k, at, rows))
@@ -134,16 +134,18 @@ def robustness(study: Study) -> Iterator[Figure]:
 
 
 def variances(study: Study) -> Iterator[Figure]:
-    found = {k: [r.variances for r in g.complete if r.variances] for k, g in enumerate(study.groups)}
-    found = {k: tables for k, tables in found.items() if tables}
-    shapes = {tuple(row["layer"] for row in t["end"]) for tables in found.values() for t in tables}
+    by_group = {k: [r.variances for r in g.complete if r.variances] for k, g in enumerate(study.groups)}
+    by_group = {k: tables for k, tables in by_group.items() if tables}
+    shapes = {tuple(row["layer"] for row in t["end"]) for tables in by_group.values() for t in tables}
     if len(shapes) != 1 or shapes == {()}:  # none, or several models: their layers have no common axis
         return
     (layers,) = shapes
     places: Sequence[int] = range(len(layers))
     for key, title in VARIANCES.items():
-        lines = [over_runs(k, places, [[row[key] for row in t["end"]] for t in tables]) for k, tables in found.items()]
-        start = [[row[key] for row in t["start"]] for t in next(iter(found.values()))]
+        lines = [
+            over_runs(k, places, [[row[key] for row in t["end"]] for t in tables]) for k, tables in by_group.items()
+        ]
+        start = [[row[key] for row in t["start"]] for t in next(iter(by_group.values()))]
         before = over_runs(-1, places, start, dashed=True)._replace(low=None, high=None, label="before training")
         note = "grey, dashed: before training"
         panel = Panel(f"variance-{key}", title, "layer", [*lines, before], note, True, layers)

@@ -16,9 +16,9 @@ from .measures import columns, log_input_loss
 
 
 def totals(study: Study) -> Table:
-    found = columns(study)
+    measures = columns(study)
     cells: list[list[Cell]] = [[] for _ in study.groups]
-    for of, better in found.values():
+    for of, better in measures.values():
         values = [group.values(of) for group in study.groups]
         write = same_digits([z for seeds in values for z in seeds])
         for row, group, seeds in zip(cells, study.groups, values, strict=True):
@@ -26,19 +26,19 @@ def totals(study: Study) -> Table:
             is_best = better is not None and _is_best(group, study.groups, of, better)
             row.append(Cell(write(fmean(seeds)), spread, best=is_best) if seeds else Cell("–"))
     caption = "On validation examples, but for the training loss: mean ± standard deviation over seeds; ★: best mean."
-    return Table(caption, list(found), list(zip(study.names, cells, strict=True)))
+    return Table(caption, list(measures), list(zip(study.names, cells, strict=True)))
 
 
 def in_lines(study: Study) -> list[str]:
     """What came of every series in one line each, under one of headings, for a terminal: means over seeds."""
     table = totals(study)
-    kept = [
+    shown = [
         i for i, name in enumerate(table.columns) if name.startswith(("final error", "final input", "accuracy at PGD"))
     ]
     count_of = [len(group.complete) for group in study.groups]
-    heads = ["", *(table.columns[i] for i in kept), "seeds"]
+    heads = ["", *(table.columns[i] for i in shown), "seeds"]
     rows = [
-        [name, *(f"{cells[i].text} {cells[i].below}".replace("\N{NO-BREAK SPACE}", " ").strip() for i in kept), str(n)]
+        [name, *(f"{cells[i].text} {cells[i].below}".replace("\N{NO-BREAK SPACE}", " ").strip() for i in shown), str(n)]
         for (name, cells), n in zip(table.rows, count_of, strict=True)
     ]
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
@@ -77,9 +77,9 @@ def differences(study: Study) -> Table | None:
     bases = list(dict.fromkeys(g.baseline.name for g in study.groups if g.baseline not in (None, g)))
     compared = [g for g in study.groups if g.baseline is not None and g.baseline is not g]
     names = [f"{g.name}, against {g.baseline.name}" if g.baseline and len(bases) > 1 else g.name for g in compared]
-    found = columns(study)
+    measures = columns(study)
     cells: list[list[Cell]] = [[] for _ in compared]
-    for name, (of, _) in found.items():
+    for name, (of, _) in measures.items():
         ratio = name == "final input loss"
         each = [g.against(log_input_loss if ratio else of) for g in compared]
         for row, cell in zip(cells, _difference_cells(each, ratio), strict=True):
@@ -88,7 +88,7 @@ def differences(study: Study) -> Table | None:
         f"Difference to {' and '.join(bases)}, with its 95 % interval; bold where the interval, over at least three "
         "seeds, excludes zero."
     )
-    return Table(caption, list(found), list(zip(names, cells, strict=True))) if compared else None
+    return Table(caption, list(measures), list(zip(names, cells, strict=True))) if compared else None
 
 
 def _difference_cells(each: Sequence[Difference | None], ratio: bool) -> list[Cell]:

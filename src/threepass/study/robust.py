@@ -126,11 +126,11 @@ def input_gradient(model: nn.Module, p: Pixels, at: Tensor) -> Tensor:
 
 def _pgd_accuracies(model: nn.Module, p: Pixels, radii: Sequence[float], steps: int) -> list[float]:
     """What falls to a radius falls to every larger one: the point is in that ball too."""
-    total, found = len(p.y), {}
+    total, accuracies = len(p.y), {}
     for eps in sorted(radii):
         p = p.part(pgd(model, p, eps, steps)[1])
-        found[eps] = len(p.y) / total
-    return [found[eps] for eps in radii]
+        accuracies[eps] = len(p.y) / total
+    return [accuracies[eps] for eps in radii]
 
 
 @torch.no_grad()

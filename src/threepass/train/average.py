@@ -1,4 +1,4 @@
-"""A moving average of the weights: what is validated and returned in place of those of the last step."""
+"""A moving average of the weights, which is validated and returned instead of the last step's weights."""
 
 import contextlib
 from collections.abc import Iterator

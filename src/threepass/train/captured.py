@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .._torch_compat import has_gradient_hooks
 from ..compile.step import capturable, laid_out
+from ..core.engine import Task
 from ..errors import CaptureError
 from ..numerics.precision import weights_dtype
 from ..tape.state import unchanged_on_error
@@ -141,7 +142,7 @@ class CapturedSteps(Steps):
         with in_precision(self.config, self.device), capturable(self.model, signature):
             options = self.schedule.options(position)
             weights, seed = (back.to(dtype), third.to(dtype)), seed.to(torch.int32)
-            r = self.passes(self.model, self.loss_fn, x, y, options, third=kind.third, weights=weights, seed=seed)
+            r = self.passes(Task(self.model, self.loss_fn, x, y), options, third=kind.third, weights=weights, seed=seed)
         self.sums += self.summed(r, x, y)
         self.loss.copy_(r.loss)
         self.curve.index_copy_(0, place, torch.stack([r.loss.double(), r.input_loss.double()])[None])
@@ -168,15 +169,15 @@ class CapturedSteps(Steps):
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
-        """Everything that a step changes, as it was; what it makes (the optimizer's state) starts as zeros."""
-        kept = [(z, z.detach().clone()) for z in self._changing()]
-        known = {id(z) for z, _ in kept}
+        """Restores all tensors that a step changes; those that it creates (the optimizer's state) become zero."""
+        copies = [(z, z.detach().clone()) for z in self._changing()]
+        known = {id(z) for z, _ in copies}
         try:
             with unchanged_on_error(self.model, always=True):
                 yield
         finally:
             with torch.no_grad():
-                for z, contents in kept:
+                for z, contents in copies:
                     z.copy_(contents)
                 for z in self._changing():
                     if id(z) not in known:

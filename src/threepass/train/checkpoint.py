@@ -1,8 +1,8 @@
 """Checkpoints: safetensors and JSON, no pickle, written whole or not at all.
 
 A checkpoint is a folder with `tensors.safetensors` (model, optimizer, sums of the epoch so far, random states) and
-`state.json` (what is no tensor: the optimizer's groups, the position, the config, versions). It is written beside its
-place and renamed into it, so that a crash leaves the one before.
+`state.json` (everything else: the optimizer's groups, the position, the config, versions). It is written under another
+name and renamed, so that a crash leaves the previous checkpoint.
 """
 
 import json
@@ -78,8 +78,8 @@ def write(path: Path, packed: Packed) -> None:
                 os.fsync(written.fileno())
     except (OSError, SafetensorError) as error:
         shutil.rmtree(beside, ignore_errors=True)
-        kept = "the one before is kept" if exists(path) else "there is none before it"
-        raise OSError(f"could not write the checkpoint {path} ({error}); {kept}") from error
+        previous = "the one before is kept" if exists(path) else "there is none before it"
+        raise OSError(f"could not write the checkpoint {path} ({error}); {previous}") from error
     old = path.with_name(path.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():

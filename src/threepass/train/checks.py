@@ -14,15 +14,23 @@ from ..errors import reason_of
 from ..tape.state import unchanged_on_error
 from .config import Config
 from .feed import Feed
-from .metrics import IGNORED, LossFn, Metric, cross_entropy, default_metric, mean_squared_error, name_of
+from .metrics import (
+    IGNORED,
+    GivenFunctions,
+    Metric,
+    Objective,
+    cross_entropy,
+    default_metric,
+    mean_squared_error,
+    name_of,
+)
 
 WRONG = (RuntimeError, ValueError, IndexError, TypeError)  # what modules raise for inputs that they do not take
 
 
-def choose_loss_and_metric(
-    model: nn.Module, feed: Feed, config: Config, loss_fn: LossFn | None, metric: Metric | None
-) -> tuple[LossFn, Metric | None]:
-    """Those given, or the defaults for the targets; tried on a batch."""
+def choose_objective(model: nn.Module, feed: Feed, config: Config, given: GivenFunctions) -> Objective:
+    """The functions given, or the defaults for the targets; tried on a batch."""
+    loss_fn, metric, penalty = given
     output, y = _first_output(model, feed, config), feed.first[1]
     is_default = loss_fn is None
     if loss_fn is None:
@@ -41,7 +49,7 @@ def choose_loss_and_metric(
     _check_monitor(config, metric)
     if config.input_at is None:
         warn_of_masks(model, feed.first[0])
-    return loss_fn, metric
+    return Objective(loss_fn, metric, config.penalty if penalty is None else penalty)
 
 
 def _check_monitor(config: Config, metric: Metric | None) -> None:

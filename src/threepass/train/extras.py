@@ -1,4 +1,4 @@
-"""Packages that only training needs, imported when they are used."""
+"""Optional packages that training needs, imported when they are first used."""
 
 from importlib import import_module
 from typing import Any

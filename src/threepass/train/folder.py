@@ -1,6 +1,6 @@
 """The folder of a run: one process at a time writes its metrics, TensorBoard events and checkpoints.
 
-A folder that holds a run is never overwritten. The lock belongs to the process and goes with it, however it ends.
+A folder that contains a run is never overwritten. The operating system releases the lock when the process ends.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end training between two steps, where it can be saved."""
+"""Ctrl-C and SIGTERM stop training between two steps, so that a checkpoint can be saved."""
 
 import contextlib
 import signal

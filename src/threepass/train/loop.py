@@ -14,7 +14,9 @@ data order, augmentation. So a run that stops after any step goes on from its ch
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,11 @@ from . import checkpoint
 from .config import Config
 from .feed import Data
 from .folder import created, resumed
-from .metrics import LossFn, Metric
+from .metrics import GivenFunctions, LossFn, Metric
 from .recipes import alpha_in_words
 from .trainer import AfterStep, Trainer
+
+History = list[dict[str, Any]]  # the metrics of every epoch
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Fit:
     model: nn.Module = field(repr=False)
     E: float
     E_x: float
-    history: list[dict[str, Any]] = field(repr=False)
+    history: History = field(repr=False)
 
     def best(self, monitor: str = "val_loss") -> dict[str, Any]:
         """The metrics of the epoch in which this one was lowest."""
@@ -83,27 +87,28 @@ def fit(
     """
     if resume and folder is None:
         raise ValueError("resume needs the folder of the run")
-    if resume and config is None:
-        config = saved_config(Path(str(folder)))
     if isinstance(penalty, str):
         settings, penalty = settings | {"penalty": penalty}, None
+    if resume and config is None:
+        config = saved_config(Path(str(folder)))
     config = (config or Config()).with_settings(settings)
-    trainer = Trainer(model, data, config, loss_fn, metric, penalty, logger=logger)
+    trainer = Trainer(model, data, config, GivenFunctions(loss_fn, metric, penalty), logger=logger)
     if not resume and (words := alpha_in_words(config)):
         print(words, file=sys.stderr)
-    if folder is None:
-        return _result(trainer.run(after_step, keep_going), model)
-    with resumed(Path(folder)) if resume else created(Path(folder)) as files:
+    run = partial(trainer.run, after_step, keep_going)
+    history = run() if folder is None else _run_in(Path(folder), trainer, run, resume)
+    return Fit(model, history[-1]["E"], history[-1]["E_x"], history)
+
+
+def _run_in(folder: Path, trainer: Trainer, run: Callable[[], History], resume: bool) -> History:
+    """Runs the trainer with its metrics and checkpoints in the folder; if it is stopped, says how to go on."""
+    with resumed(folder) if resume else created(folder) as files:
         trainer.begin(files)
         try:
-            return _result(trainer.run(after_step, keep_going), model)
+            return run()
         except (KeyboardInterrupt, SystemExit):
             print(f"stopped {trainer.where}; go on with fit(..., folder={str(folder)!r}, resume=True)")
             raise
-
-
-def _result(history: list[dict[str, Any]], model: nn.Module) -> Fit:
-    return Fit(model, history[-1]["E"], history[-1]["E_x"], history)
 
 
 def saved_config(folder: Path) -> Config | None:

@@ -1,17 +1,37 @@
 """What is reported of a batch's output besides the loss, and the default losses."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .._torch_compat import tree_leaves
+from ..core.penalty import Penalty
 
 LossFn = Callable[[Any, Any], Tensor]
 Metric = Callable[[Any, Any], Any]
 IGNORED = -100  # as cross_entropy has it
+
+
+class Objective(NamedTuple):
+    """What a run minimises, and what it reports besides: the loss, the penalty of the input gradient, and a metric."""
+
+    loss_fn: LossFn
+    metric: Metric | None
+    penalty: Penalty
+
+
+class GivenFunctions(NamedTuple):
+    """The parts of an `Objective` that the user gives; None: the default for the data and the config."""
+
+    loss_fn: LossFn | None = None
+    metric: Metric | None = None
+    penalty: Penalty | None = None
+
+
+DEFAULTS = GivenFunctions()
 
 
 def error(output: Tensor, y: Tensor) -> Tensor:

@@ -5,23 +5,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.engine import Task
 from ..core.engine import run as three_passes
 from ..core.options import Options
-from ..core.penalty import Penalty
 from ..inspect.alignment import alignment
 from ..tape.state import unchanged_on_error
 from .config import Config
-from .metrics import LossFn
+from .metrics import LossFn, Objective
 
 
-def compare_passes(
-    model: nn.Module, loss_fn: LossFn, x: Any, y: Any, config: Config, penalty: Penalty
-) -> dict[str, float]:
+def compare_passes(model: nn.Module, objective: Objective, x: Any, y: Any, config: Config) -> dict[str, float]:
     """The norms of the gradients of passes 2 and 3, and the cosine between them."""
     c = config
-    options = Options(c.alpha, c.reduction, c.mode, c.strength, c.input_at, separate=True, penalty=penalty)
+    options = Options(c.alpha, c.reduction, c.mode, c.strength, c.input_at, separate=True, penalty=objective.penalty)
     with unchanged_on_error(model, always=True):
-        r = three_passes(model, loss_fn, x, y, options, warn=False)
+        r = three_passes(Task(model, objective.loss_fn, x, y), options, warn=False)
     back, third = (
         torch.cat([g.double().flatten() for g in (t or {}).values()]) for t in (r.backprop_grads, r.third_grads)
     )
@@ -32,5 +30,5 @@ def compare_passes(
 
 def measure_alignment(model: nn.Module, loss_fn: LossFn, x: Any, y: Any, config: Config) -> dict[str, float]:
     """The paper's gradient against the exact one."""
-    found = alignment(model, loss_fn, x, y, config.input_at)
-    return {"alignment_cosine": found.cosine, "alignment_ratio": found.norm_ratio}
+    result = alignment(model, loss_fn, x, y, config.input_at)
+    return {"alignment_cosine": result.cosine, "alignment_ratio": result.norm_ratio}

@@ -1,4 +1,4 @@
-"""What a run is doing: a bar with the numbers people watch, or one line an epoch where there is no terminal."""
+"""The progress of a run: a bar with the current numbers, or one line an epoch where there is no terminal."""
 
 import sys
 import time

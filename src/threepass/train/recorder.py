@@ -1,9 +1,9 @@
 """Functions of a training run recorded for replay: traced, compiled, and on a GPU made into CUDA graphs.
 
-What is recorded is a function of a counter, and works on tensors that stay where they are: the counter, parameters, the
-optimizer's state, sums. Tracing it and warming it up run it, so a context from the caller puts all of these back.
-Recordings are found by the signature of the model and the loss, as `ThreePass(compile=True)` finds its programs: after
-a change between two steps the step is recorded again.
+A recorded function takes a counter and works on tensors at fixed addresses: the counter, parameters, the optimizer's
+state, sums. Tracing and warming up run the function, so the caller passes a context that restores these tensors.
+Recordings are looked up by the signature of the model and the loss, as `ThreePass(compile=True)` does it with its
+programs: after a change between two steps the step is recorded again.
 """
 
 import contextlib

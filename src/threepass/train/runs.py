@@ -109,8 +109,8 @@ def find_device(name: str) -> torch.device:
         raise ValueError(f"device must be {DEVICES}, got {name!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        found = f"there are {count} CUDA devices" if count else "PyTorch finds no CUDA device"
-        raise ValueError(f"device {name}: {found}; --device cpu or --device auto trains without one")
+        devices = f"there are {count} CUDA devices" if count else "PyTorch finds no CUDA device"
+        raise ValueError(f"device {name}: {devices}; --device cpu or --device auto trains without one")
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ValueError(
             f"device {name}: PyTorch finds no MPS device; --device cpu or --device auto trains without one"

@@ -1,23 +1,18 @@
 """Sharpness-aware minimisation (Foret et al. 2020), to compare with: the gradient at w + rho g / |g|."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 
-from ..core.engine import Result
+from ..core.engine import Result, Task
 from ..core.engine import run as three_passes
 from ..core.options import Options
 
 
 def sam(
-    model: nn.Module,
-    loss_fn: Callable[[Any, Any], Tensor],
-    x: Tensor,
-    y: Tensor,
+    task: Task,
     options: Options,
     third: bool = False,
     weights: tuple[Tensor, Tensor] | None = None,
@@ -29,12 +24,12 @@ def sam(
 
     Two forward and two backward passes; buffers move with both forwards.
     """
-    r = three_passes(model, loss_fn, x, y, options, third=False, weights=weights, seed=seed)
-    named = dict(model.named_parameters())
+    r = three_passes(task, options, third=False, weights=weights, seed=seed)
+    named = dict(task.model.named_parameters())
     length = torch.stack([g.norm() for g in r.grads.values()]).norm()
     up = rho / length.clamp_min(torch.finfo(length.dtype).tiny)
     moved = {name: (named[name] + up * g).detach().requires_grad_() for name, g in r.grads.items()}
     with torch.enable_grad():
-        loss = loss_fn(functional_call(model, moved, (x,)), y)
+        loss = task.loss_fn(functional_call(task.model, moved, (task.x,)), task.y)
     grads = torch.autograd.grad(loss, list(moved.values()))
     return dataclasses.replace(r, grads=dict(zip(moved, grads, strict=True)))

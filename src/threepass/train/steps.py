@@ -8,13 +8,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..compile.step import CompiledSteps, three_pass_call
-from ..core.engine import Result
+from ..core.engine import Result, Task
 from ..core.engine import run as three_passes
-from ..core.penalty import Penalty
 from ..step import add_to_grad
 from .config import Config
 from .data import Batches, LoaderBatches
-from .metrics import LossFn, Metric, batch_sums, samples_in
+from .metrics import Objective, batch_sums, samples_in
 from .optimizer import clip_gradients, set_lr
 from .ranks import ALONE, Ranks
 from .sam import sam
@@ -32,15 +31,14 @@ class Steps:
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: LossFn,
-        metric: Metric | None,
+        config: Config,
+        objective: Objective,
         batches: Batches | LoaderBatches,
         optimizer: Optimizer,
-        config: Config,
-        penalty: Penalty | None = None,
         ranks: Ranks = ALONE,
     ):
-        self.model, self.loss_fn, self.metric, self.config = model, loss_fn, metric, config
+        self.model, self.config = model, config
+        self.loss_fn, self.metric, penalty = objective
         self.batches, self.optimizer, self.ranks = batches, optimizer, ranks
         self.device = next(model.parameters()).device
         self.passes = partial(sam, rho=config.sam) if config.sam else three_passes
@@ -74,7 +72,7 @@ class Steps:
 
     def add_gradients(self, x: Any, y: Any, position: int) -> Result:
         options, third = self.schedule.options(position), self.schedule.third(position)
-        r = self.passes(self.model, self.loss_fn, x, y, options, third=third)
+        r = self.passes(Task(self.model, self.loss_fn, x, y), options, third=third)
         add_to_grad(self.model, r, calls=position)
         return r
 

@@ -11,19 +11,18 @@ import torch
 from torch import nn
 
 from ..compile.programs import Programs
-from ..core.penalty import Penalty
 from ..errors import DivergedError, warn_caller
 from ..integrations.loggers import Logger
 from . import checkpoint
 from .average import MovingAverage
 from .captured import CapturedSteps
-from .checks import choose_loss_and_metric
+from .checks import choose_objective
 from .config import RESUME_MAY_CHANGE, Config
 from .data import DataSet, LoaderBatches
 from .feed import Data, feed
 from .folder import RunFolder, event_names
 from .interrupts import Interrupts, interrupts_between_steps
-from .metrics import LossFn, Metric, name_of
+from .metrics import DEFAULTS, GivenFunctions, name_of
 from .numerics import numerics
 from .optimizer import make_optimizer
 from .probes import compare_passes, measure_alignment
@@ -45,9 +44,7 @@ class Trainer:
         model: nn.Module,
         data: Data,
         config: Config,
-        loss_fn: LossFn | None = None,
-        metric: Metric | None = None,
-        penalty: Penalty | None = None,
+        given: GivenFunctions = DEFAULTS,
         ranks: Ranks = ALONE,
         logger: Logger | None = None,
     ):
@@ -55,12 +52,11 @@ class Trainer:
         self.labels = data.val.y if isinstance(data, DataSet) else None  # of validation, for data in memory
         if ranks.size > 1 and config.sam:
             raise ValueError("sam is for one process: it perturbs the weights along the gradient of a whole batch")
-        self.penalty = config.penalty if penalty is None else penalty
         if config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.device = next(model.parameters()).device
         self.feed = feed(data, config, self.device, ranks)
-        self.loss_fn, self.metric = choose_loss_and_metric(model, self.feed, config, loss_fn, metric)
+        self.objective = choose_objective(model, self.feed, config, given)
         self.optimizer = make_optimizer(model, config)
         self.average = MovingAverage(model, config.ema) if config.ema else None
         self._make_steps()
@@ -79,8 +75,8 @@ class Trainer:
         """
         self.batches = self.feed.train
         self.programs: Programs[Any] | None = None
-        parts = (self.model, self.loss_fn, self.metric, self.batches, self.optimizer, self.config, self.penalty)
-        measured = (self.model, self.loss_fn, self.metric, self.feed.val, self.config, self.penalty)
+        parts = (self.model, self.config, self.objective, self.batches, self.optimizer)
+        measured = (self.model, self.config, self.objective, self.feed.val)
         self.evaluate = Validation(*measured, self.ranks)
         if not self.config.compile:
             self.steps = Steps(*parts, self.ranks)
@@ -88,9 +84,9 @@ class Trainer:
             self.steps = CompiledGradientSteps(*parts, self.ranks)
             self.programs = self.steps.compiled.programs
         else:
-            recorder = Recorder(self.device, self.model, self.loss_fn, self.config.compile == "require")
+            recorder = Recorder(self.device, self.model, self.objective.loss_fn, self.config.compile == "require")
             self.programs = recorder.programs
-            self.programs.signature.watch("penalty", self.penalty)
+            self.programs.signature.watch("penalty", self.objective.penalty)
             self.steps = CapturedSteps(*parts, recorder=recorder)
             self.evaluate = CapturedValidation(*measured, recorder=recorder)
 
@@ -220,14 +216,14 @@ class Trainer:
         }
         if self.config.strength is None:
             metrics["alpha"] = self.steps.schedule.alpha(last)
-        if self.metric is not None:
-            name = name_of(self.metric)
+        if (metric := self.objective.metric) is not None:
+            name = name_of(metric)
             metrics |= {f"train_{name}": train["metric"] / n, f"val_{name}": validation["metric"]}
         c, number = self.config, self.epoch + 1
         if c.probe_every and number % c.probe_every == 0:
-            metrics |= compare_passes(self.model, self.loss_fn, *self.feed.first, c, self.penalty)
+            metrics |= compare_passes(self.model, self.objective, *self.feed.first, c)
         if c.align_every and number % c.align_every == 0:
-            metrics |= measure_alignment(self.model, self.loss_fn, *self.feed.first, c)
+            metrics |= measure_alignment(self.model, self.objective.loss_fn, *self.feed.first, c)
         seconds = time.perf_counter() - began
         return (
             metrics | {"step_seconds": step_seconds, "val_seconds": val_seconds, "seconds": seconds} | self._captured()

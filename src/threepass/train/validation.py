@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from .._torch_compat import tree_map
 from ..compile.signature import Signature
 from ..compile.step import capturable
+from ..core.engine import Task
 from ..core.engine import run as three_passes
 from ..core.options import Options
-from ..core.penalty import Penalty, evaluate
+from ..core.penalty import evaluate
 from ..tape.state import unchanged_on_error
 from .config import Config
 from .data import Batches, LoaderBatches
-from .metrics import LossFn, Metric, batch_sums, samples_in
+from .metrics import Objective, batch_sums, samples_in
 from .ranks import ALONE, Ranks
 from .recorder import Recorder, Recording
 from .steps import SUMS, in_precision
@@ -37,15 +38,13 @@ class Validation:
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: LossFn,
-        metric: Metric | None,
-        batches: Batches | LoaderBatches,
         config: Config,
-        penalty: Penalty | None = None,
+        objective: Objective,
+        batches: Batches | LoaderBatches,
         ranks: Ranks = ALONE,
     ):
-        self.model, self.loss_fn, self.metric, self.batches, self.config = model, loss_fn, metric, batches, config
-        self.penalty, self.ranks = config.penalty if penalty is None else penalty, ranks
+        self.model, self.config, self.batches, self.ranks = model, config, batches, ranks
+        self.loss_fn, self.metric, self.penalty = objective
         self.device = next(model.parameters()).device
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
 
@@ -70,7 +69,7 @@ class Validation:
                 output, loss, input_loss = self._by_autograd(x, y)
             else:
                 options = Options(alpha=1.0, input_at=self.config.input_at, penalty=self.penalty)
-                r = three_passes(self.model, self.loss_fn, x, y, options, third=False, warn=False)
+                r = three_passes(Task(self.model, self.loss_fn, x, y), options, third=False, warn=False)
                 output, loss, input_loss = r.output, r.loss, r.input_loss
             value = 0.0 if self.metric is None else self.metric(output, y)
         return batch_sums(samples_in(x), loss, input_loss, value).detach()
@@ -126,10 +125,10 @@ class CapturedValidation(Validation):
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
-        kept = [(z, z.clone()) for z in (self.sums, self.place)]
+        copies = [(z, z.clone()) for z in (self.sums, self.place)]
         try:
             with unchanged_on_error(self.model, always=True):
                 yield
         finally:
-            for z, contents in kept:
+            for z, contents in copies:
                 z.copy_(contents)

@@ -244,11 +244,11 @@ def alpha_zero(e: Evidence) -> Finding:
     methods = {"mnist": ["alpha 0"]} | {data: [f"alpha 0, eta {lr}" for lr in ("0.1", "0.01")] for data in CIFAR}
     for data, names in methods.items():
         net, chance = "mlp" if data == "mnist" else "plain20", 100 / CLASSES[data]
-        found = [
+        attempts = [
             every(name, e.cell("alpha0", net, data, name), above(final_val, 1.5 * chance), final_val) for name in names
         ]
-        best = min((row.word for row in found), key=(CONFIRMED, UNCLEAR, REFUTED, NOT_RUN).index)
-        ours = "; ".join(f"{row.what}: {row.ours}" for row in found if row.ours)
+        best = min((row.word for row in attempts), key=(CONFIRMED, UNCLEAR, REFUTED, NOT_RUN).index)
+        ours = "; ".join(f"{row.what}: {row.ours}" for row in attempts if row.ours)
         rows.append(Row(f"{pretty(net, data)}: final validation accuracy", f"above {chance:g}", ours, best))
     claim = "The third pass alone (alpha = 0) learns better than chance in all three cases"
     rule = "final accuracy above 1.5 times chance; the paper does not give its learning rate, and one of two is enough"
@@ -288,11 +288,11 @@ def grid(e: Evidence, study: str) -> dict[tuple[str, str], Cell]:
 def working(cells: dict[tuple[str, str], Cell], alpha: float) -> dict[int, int]:
     """By seed, how many settings of a row of the grid work; only of seeds that have the whole row."""
     row = [cell for (name, _), cell in cells.items() if name == f"{alpha:g}"]
-    found = {}
+    counts = {}
     for seed in set.intersection(*(set(cell.records) for cell in row)):
         values = [grid_value(cell.records[seed]) for cell in row]
-        found[seed] = sum(v >= max(values) - WORKS for v in values)
-    return found
+        counts[seed] = sum(v >= max(values) - WORKS for v in values)
+    return counts
 
 
 def grid_value(r: Record) -> float:
@@ -373,17 +373,19 @@ def _ratio_row(what: str, extremes: tuple[float, float]) -> Row:
 def equations(e: Evidence) -> Finding:
     """Equations 3 and 4 of the section on initialisation, measured by `threepass init-study`."""
     file, rows = e.root / "results" / "init" / "init-study.json", []
-    found = json.loads(file.read_text(encoding="utf-8"))["agreement"] if file.exists() else {}
+    agreement = json.loads(file.read_text(encoding="utf-8"))["agreement"] if file.exists() else {}
     for quantity, name in {"u": "eq1, Var[u]", "pass2": "eq2, Var[Δv]", "pass3": "eq3, Var[∇v]"}.items():
         for net in ("linear, one width", "relu, one width"):
             what = f"{net}: measured over predicted, {name}"
-            if net not in found:
+            if net not in agreement:
                 rows.append(Row(what, "1", "", NOT_RUN))
                 continue
-            rows.append(_ratio_row(what, found[net][quantity]))
+            rows.append(_ratio_row(what, agreement[net][quantity]))
             if quantity == "pass3":
-                kept = _ratio_row(f"{what}, with pass 3's correlation with the weights", found[net]["pass3 correlated"])
-                rows.append(kept._replace(paper=""))
+                row = _ratio_row(
+                    f"{what}, with pass 3's correlation with the weights", agreement[net]["pass3 correlated"]
+                )
+                rows.append(row._replace(paper=""))
     claim = "The variances of the passes' signals obey the section's equations"
     return Finding(
         "equations", claim, "every layer's ratio is between 1/2 and 2 (`results/init/init-study.json`)", rows
@@ -462,7 +464,7 @@ READINGS = (  # name, study, the paper's row, our method
 
 
 def readings(e: Evidence) -> list[Reading]:
-    found = []
+    compared = []
     for name, study, row, method in READINGS:
         gaps = []
         for net in NETS:
@@ -471,5 +473,5 @@ def readings(e: Evidence) -> list[Reading]:
                 if cell:
                     gaps += [fmean(cell.values(best_train)) - theirs.train, fmean(cell.values(best_val)) - theirs.val]
         distance = math.sqrt(fmean(g * g for g in gaps)) if gaps else None
-        found.append(Reading(name, row, len(gaps) // 2, distance))
-    return found
+        compared.append(Reading(name, row, len(gaps) // 2, distance))
+    return compared

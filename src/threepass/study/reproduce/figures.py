@@ -61,13 +61,13 @@ def alignment(e: Evidence) -> Figures:
     runs: dict[str, list[dict]] = {}
     for net in ALIGNED:
         for method in ("two passes", "alpha 0.1"):
-            found = e.cell("alignment", net, "cifar10", method).records.values()
-            columns = [r["history"] for r in found if "alignment_cosine" in r["history"]]
+            cell = e.cell("alignment", net, "cifar10", method)
+            columns = [r["history"] for r in cell.records.values() if "alignment_cosine" in r["history"]]
             if columns:
                 runs[f"{NAMES[net]}, {method}"] = columns
     if not runs:
         return {}
-    lines = [_line(k, [h["alignment_cosine"] for h in found], False) for k, found in enumerate(runs.values())]
+    lines = [_line(k, [h["alignment_cosine"] for h in histories], False) for k, histories in enumerate(runs.values())]
     panel = Panel("alignment", "cosine of pass 3 with the gradient of the input loss", "epoch", lines, "CIFAR-10")
     made: Figures = {"alignment": Figure(panel, list(runs)).alone}
     for net in ALIGNED:
@@ -135,7 +135,7 @@ def table2(e: Evidence) -> str:
 
 def _ours(e: Evidence, net: str, data: str, place: float) -> Iterator[Line]:
     for series, method, x in ((1, "kaiming", place + 0.07), (2, "alpha 0.1", place + 0.2)):
-        found = e.cell("table2", net, data, method).values(best_val)
-        yield Line(series, [x] * len(found), found, style="points")
-        if found:
-            yield Line(series, [x - 0.05, x + 0.05], [fmean(found)] * 2, style="bare")
+        accuracies = e.cell("table2", net, data, method).values(best_val)
+        yield Line(series, [x] * len(accuracies), accuracies, style="points")
+        if accuracies:
+            yield Line(series, [x - 0.05, x + 0.05], [fmean(accuracies)] * 2, style="bare")

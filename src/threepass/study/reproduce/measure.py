@@ -1,4 +1,4 @@
-"""What is measured on a net besides its history: by name, a function of the job, its data and the trained model."""
+"""Measurements of a trained net besides its history: functions of the run, its data and the model, by name."""
 
 import copy
 import dataclasses
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...core.engine import Task
 from ...core.engine import run as three_passes
 from ...core.options import Options
 from ...inspect.alignment import Alignment
@@ -27,18 +28,18 @@ EXAMPLES = 500
 def robustness(run: Run, data: DataSet, model: nn.Module) -> dict[str, Any]:
     """Accuracy under noise, FGSM and PGD on the first validation images, fewer in a small version of a study."""
     examples = max(1, min(EXAMPLES, len(data.train) // 20))
-    found = measure_robustness(model, data, SIGMAS, RADII, examples=examples)
-    return {kind: [round(100 * a, 2) for a in found[kind]["accuracy"]] for kind in ("noise", "fgsm", "pgd")}
+    curves = measure_robustness(model, data, SIGMAS, RADII, examples=examples)
+    return {kind: [round(100 * a, 2) for a in curves[kind]["accuracy"]] for kind in ("noise", "fgsm", "pgd")}
 
 
 def variances(run: Run, data: DataSet, model: nn.Module) -> dict[str, Any]:
     """Variances of both passes' signals at every layer, before and after training, on the first validation batch."""
     x, y = first_batch(run, data)
-    found: dict[str, Any] = {}
+    by_time: dict[str, Any] = {}
     for when, net in {"start": run.make_model(data), "end": model}.items():
         rows = [dataclasses.asdict(row) for row in measure_variances(net.eval(), F.cross_entropy, x, y)]
-        found[when] = {q: [_short(row[q]) for row in rows] for q in ("v", "pass2", "pass3")}
-    return found
+        by_time[when] = {q: [_short(row[q]) for row in rows] for q in ("v", "pass2", "pass3")}
+    return by_time
 
 
 def alignment(run: Run, data: DataSet, model: nn.Module) -> dict[str, Any]:
@@ -53,12 +54,12 @@ def alignment_now(run: Run, data: DataSet, model: nn.Module) -> dict[str, Any]:
     return by_layer(aligned(net, F.cross_entropy, x.double(), y)) | terms(net, x.double(), y)
 
 
-def by_layer(found: Alignment) -> dict[str, Any]:
+def by_layer(aligned: Alignment) -> dict[str, Any]:
     """The cosines, whole and of every parameter that pass 3 reaches: biases get nothing from it."""
-    weights = {name: a for name, a in found.by_parameter.items() if 0 < a.norm_ratio < float("inf")}
+    weights = {name: a for name, a in aligned.by_parameter.items() if 0 < a.norm_ratio < float("inf")}
     return {
-        "cosine": _short(found.cosine),
-        "ratio": _short(found.norm_ratio),
+        "cosine": _short(aligned.cosine),
+        "ratio": _short(aligned.norm_ratio),
         "layers": {name: _short(a.cosine) for name, a in weights.items()},
     }
 
@@ -95,8 +96,8 @@ def first_batch(run: Run, data: DataSet) -> tuple[Tensor, Tensor]:
 
 def _third(model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], x: Tensor, y: Tensor, mode: str) -> Tensor:
     with unchanged_on_error(model, always=True):
-        grads = three_passes(model, loss_fn, x, y, Options(mode=mode, separate=True), warn=False).third_grads or {}
-    return torch.cat([g.double().flatten() for g in grads.values()])
+        r = three_passes(Task(model, loss_fn, x, y), Options(mode=mode, separate=True), warn=False)
+    return torch.cat([g.double().flatten() for g in (r.third_grads or {}).values()])
 
 
 def _short(value: float) -> float:

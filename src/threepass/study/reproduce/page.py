@@ -1,4 +1,4 @@
-"""docs/claims.md: the paper claim by claim, made from the records and nothing else."""
+"""docs/claims.md: the paper claim by claim, generated from the records alone."""
 
 import dataclasses
 from collections import Counter
@@ -175,23 +175,25 @@ def _advice(e: Evidence) -> Rows:
     cells = {("plain20", "relu", m): e.cell("methods", "plain20", "cifar10", m) for m in methods} | norm_cells(e)
     rows: Rows = []
     for net, activation in dict.fromkeys(key[:2] for key in cells):
-        found = {m: cell for (n, a, m), cell in cells.items() if (n, a) == (net, activation) and cell}
-        rows.append((f"{NAMES[net]}, {activation}", *_choice(found)))
+        by_method = {m: cell for (n, a, m), cell in cells.items() if (n, a) == (net, activation) and cell}
+        rows.append((f"{NAMES[net]}, {activation}", *_choice(by_method)))
     return rows
 
 
-def _choice(found: dict[str, Cell]) -> tuple[str, str, str]:
+def _choice(methods: dict[str, Cell]) -> tuple[str, str, str]:
     """The method with the highest accuracy under attack among those that keep the final accuracy."""
-    base = found.get("two passes") or found.get("kaiming")
-    if base is None or len(found) < 2:
+    base = methods.get("two passes") or methods.get("kaiming")
+    if base is None or len(methods) < 2:
         return NOT_RUN, "", ""
     clean = fmean(base.values(final_val))
-    kept = {m: c for m, c in found.items() if fmean(c.values(final_val)) >= clean - LOSS and _attack(c) is not None}
-    choice = max(kept, key=lambda m: _attack(kept[m]) or 0.0, default=None)
+    accurate = {
+        m: c for m, c in methods.items() if fmean(c.values(final_val)) >= clean - LOSS and _attack(c) is not None
+    }
+    choice = max(accurate, key=lambda m: _attack(accurate[m]) or 0.0, default=None)
     if choice is None:
         return NOT_RUN, "", ""
-    gain = fmean(kept[choice].values(final_val)) - clean
-    return choice, f"{gain:+.2f}", f"{_attack(base) or 0.0:.1f} to {_attack(kept[choice]) or 0.0:.1f}"
+    gain = fmean(accurate[choice].values(final_val)) - clean
+    return choice, f"{gain:+.2f}", f"{_attack(base) or 0.0:.1f} to {_attack(accurate[choice]) or 0.0:.1f}"
 
 
 def _attack(cell: Cell) -> float | None:

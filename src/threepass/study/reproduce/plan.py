@@ -1,4 +1,4 @@
-"""The studies as lists of runs, the most telling first. Every run is one that `threepass train` can repeat alone."""
+"""The studies as lists of runs, the most informative first. `threepass train` can repeat every run on its own."""
 
 import dataclasses
 import hashlib
@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...train import recipes
@@ -51,9 +51,7 @@ class Scale:
 
     def replaced_by(self, given: "Scale") -> "Scale":
         """This scale, with those numbers in it that are given."""
-        return dataclasses.replace(
-            self, **{name: value for name, value in dataclasses.asdict(given).items() if value is not None}
-        )
+        return replace(self, **{name: value for name, value in dataclasses.asdict(given).items() if value is not None})
 
 
 QUICK = Scale(seeds=1, epochs=5, examples=1000, width=4)
@@ -127,6 +125,20 @@ def command_line(run: Run, name: str) -> str:
 
 
 @dataclass(frozen=True)
+class Net:
+    """What a run trains, and on what; `cell` is what its row of a table says of it besides."""
+
+    data: str
+    model: str
+    options: dict[str, Any] = field(default_factory=dict)
+    init: str | None = None
+    cell: dict[str, str] = field(default_factory=dict)
+
+
+MLP, PLAIN20 = Net("mnist", "mlp"), Net("cifar10", "plain20")
+
+
+@dataclass(frozen=True)
 class Study:
     """A list of runs under way: what its jobs have in common."""
 
@@ -134,64 +146,62 @@ class Study:
     scale: Scale
     measures: tuple[str, ...] = field(default=())
 
-    def job(self, data: str, model: str, method: str, epochs: int, seed: int, *, cell: dict[str, str] | None = None,
-            init: str | None = None, options: dict[str, Any] | None = None, longer: float = 1.0,
-            **settings: Any) -> Job:  # fmt: skip
+    def job(self, net: Net, method: str, epochs: int, seed: int, longer: float = 1.0, **settings: Any) -> Job:
         """A run with the paper's settings for the data set, and those that are given."""
         epochs = round(longer * self.scale.epochs_of(epochs))
         common = {"epochs": epochs, "probe_every": max(1, epochs // 20), "seed": seed}
-        config = Config(**(MNIST if data == "mnist" else PAPER) | common | settings)
-        named = {"net": model, "data": data, "method": method} | (cell or {})
-        narrow = {"width": self.scale.width} if self.scale.width and model.startswith(("plain", "resnet")) else {}
-        run = Run(data, model, (options or {}) | narrow, init, config=config)
-        return Job(self.name, named, run, self.scale.examples, self.measures)
+        config = Config(**(MNIST if net.data == "mnist" else PAPER) | common | settings)
+        cell = {"net": net.model, "data": net.data, "method": method} | net.cell
+        narrow = {"width": self.scale.width} if self.scale.width and net.model.startswith(("plain", "resnet")) else {}
+        run = Run(net.data, net.model, net.options | narrow, net.init, config=config)
+        return Job(self.name, cell, run, self.scale.examples, self.measures)
 
 
 def table2(scale: Scale) -> Iterator[Job]:
     """Table 2: first the three-pass and Kaiming rows of all seeds, then Xavier in both readings, then eta .1."""
     s = Study("table2", scale, ("robustness",))
-    cells = [(data, f"plain{depth}") for data in CIFAR for depth in (20, 32)]
+    nets = [Net(data, f"plain{depth}") for data in CIFAR for depth in (20, 32)]
     for seed in scale.seeds_of(3):
-        for data, net in cells:
-            yield s.job(data, net, "alpha 0.1", 200, seed, **THREE)
-            yield s.job(data, net, "kaiming", 200, seed, **TWO)
+        for net in nets:
+            yield s.job(net, "alpha 0.1", 200, seed, **THREE)
+            yield s.job(net, "kaiming", 200, seed, **TWO)
     for seed in scale.seeds_of(1):
         for init in ("xavier-relu", "xavier"):
-            for data, net in cells:
-                yield s.job(data, net, init, 200, seed, init=init, **TWO)
+            for net in nets:
+                yield s.job(replace(net, init=init), init, 200, seed, **TWO)
     for seed in scale.seeds_of(1):
         for row, scheme in {"kaiming": None, "xavier-relu": "xavier-relu", "xavier": "xavier"}.items():
-            for data, net in cells:
-                yield s.job(data, net, f"{row}, eta 0.1", 200, seed, init=scheme, alpha=1.0, lr=0.1)
+            for net in nets:
+                yield s.job(replace(net, init=scheme), f"{row}, eta 0.1", 200, seed, alpha=1.0, lr=0.1)
 
 
 def mnist(scale: Scale) -> Iterator[Job]:
     """MLP 784-512-10, eta .1, 50 epochs, two passes and alpha .2 to .8."""
     s = Study("mnist", scale)
     for seed in scale.seeds_of(3):
-        yield s.job("mnist", "mlp", "plain", 50, seed, alpha=1.0)
+        yield s.job(MLP, "plain", 50, seed, alpha=1.0)
         for alpha in ALPHAS:
-            yield s.job("mnist", "mlp", f"alpha {alpha:g}", 50, seed, alpha=alpha)
+            yield s.job(MLP, f"alpha {alpha:g}", 50, seed, alpha=alpha)
 
 
 def curves(scale: Scale) -> Iterator[Job]:
     """plain-20 by two passes (the runs of Table 2) and alpha .2 to .8 at .01 / alpha, on both sets."""
     s = Study("curves", scale)
     for seed in scale.seeds_of(3):
-        for data in CIFAR:
-            yield dataclasses.replace(s.job(data, "plain20", "kaiming", 200, seed, **TWO), measures=("robustness",))
+        for net in (Net(data, "plain20") for data in CIFAR):
+            yield replace(s.job(net, "kaiming", 200, seed, **TWO), measures=("robustness",))
             for alpha in ALPHAS:
-                yield s.job(data, "plain20", f"alpha {alpha:g}", 200, seed, alpha=alpha, lr=0.01, eta_over_alpha=True)
+                yield s.job(net, f"alpha {alpha:g}", 200, seed, alpha=alpha, lr=0.01, eta_over_alpha=True)
 
 
 def alpha0(scale: Scale) -> Iterator[Job]:
     """The third pass alone. The paper does not say its learning rate: .1, and .01 for CIFAR."""
     s = Study("alpha0", scale)
     for seed in scale.seeds_of(3):
-        yield s.job("mnist", "mlp", "alpha 0", 50, seed, alpha=0.0)
+        yield s.job(MLP, "alpha 0", 50, seed, alpha=0.0)
         for data in CIFAR:
             for lr in (0.1, 0.01):
-                yield s.job(data, "plain20", f"alpha 0, eta {lr:g}", 200, seed, alpha=0.0, lr=lr)
+                yield s.job(Net(data, "plain20"), f"alpha 0, eta {lr:g}", 200, seed, alpha=0.0, lr=lr)
 
 
 def rates(scale: Scale) -> Iterator[Job]:
@@ -200,7 +210,7 @@ def rates(scale: Scale) -> Iterator[Job]:
     for seed in scale.seeds_of(1):
         for alpha in sorted(GRID_ALPHAS, key=lambda a: a not in (0.1, 1.0)):
             for lr in RATES:
-                yield s.job("cifar10", "plain20", f"alpha {alpha:g}, eta {lr:g}", 40, seed, alpha=alpha, lr=lr)
+                yield s.job(PLAIN20, f"alpha {alpha:g}, eta {lr:g}", 40, seed, alpha=alpha, lr=lr)
 
 
 def batches(scale: Scale) -> Iterator[Job]:
@@ -210,7 +220,7 @@ def batches(scale: Scale) -> Iterator[Job]:
         for alpha in sorted(GRID_ALPHAS, key=lambda a: a not in (0.1, 1.0)):
             for size in reversed(BATCHES):
                 settings: dict[str, Any] = {"alpha": alpha, "lr": 0.01, "eta_over_alpha": True, "batch_size": size}
-                yield s.job("cifar10", "plain20", f"alpha {alpha:g}, batch {size}", 40, seed, **settings)
+                yield s.job(PLAIN20, f"alpha {alpha:g}, batch {size}", 40, seed, **settings)
 
 
 def deeper(scale: Scale) -> Iterator[Job]:
@@ -219,9 +229,9 @@ def deeper(scale: Scale) -> Iterator[Job]:
     for seed in scale.seeds_of(1):
         for options in ({"activation": "sigmoid"}, {}):
             for depth in DEPTHS if not options else (20,):
-                kind = "sigmoid, " if options else ""
-                yield s.job("cifar10", f"plain{depth}", f"{kind}kaiming", 60, seed, options=options, **TWO)
-                yield s.job("cifar10", f"plain{depth}", f"{kind}alpha 0.1", 60, seed, options=options, **THREE)
+                net, kind = Net("cifar10", f"plain{depth}", options), "sigmoid, " if options else ""
+                yield s.job(net, f"{kind}kaiming", 60, seed, **TWO)
+                yield s.job(net, f"{kind}alpha 0.1", 60, seed, **THREE)
 
 
 def init(scale: Scale) -> Iterator[Job]:
@@ -229,7 +239,7 @@ def init(scale: Scale) -> Iterator[Job]:
     s = Study("init", scale)
     for seed in scale.seeds_of(3):
         for scheme in ("kaiming", "geometric", "balanced", "xavier"):
-            yield s.job("cifar10", "plain20", scheme, 60, seed, init=scheme, **THREE)
+            yield s.job(replace(PLAIN20, init=scheme), scheme, 60, seed, **THREE)
 
 
 def alignment(scale: Scale) -> Iterator[Job]:
@@ -240,10 +250,10 @@ def alignment(scale: Scale) -> Iterator[Job]:
     nets: dict[str, dict[str, Any]] = {"plain20": {"lr": 0.01}, "resnet20": sgd, "vit": adam, "plain32": {"lr": 0.01}}
     for seed in scale.seeds_of(1):
         for net, own in nets.items():
-            yield s.job("cifar10", net, "two passes", 20, seed, align_every=1, alpha=1.0, **own)
+            yield s.job(Net("cifar10", net), "two passes", 20, seed, align_every=1, alpha=1.0, **own)
             # Adam divides the gradient by its size, so that alpha's factor does not reach the weights.
             three = own | {"alpha": 0.1, "eta_over_alpha": "optimizer" not in own}
-            yield s.job("cifar10", net, "alpha 0.1", 20, seed, align_every=1, **three)
+            yield s.job(Net("cifar10", net), "alpha 0.1", 20, seed, align_every=1, **three)
 
 
 def norms(scale: Scale) -> Iterator[Job]:
@@ -251,43 +261,43 @@ def norms(scale: Scale) -> Iterator[Job]:
     s = Study("norms", scale, ("robustness",))
     common: dict[str, Any] = {"lr": 0.1, "schedule": "cosine", "weight_decay": 5e-4}
     for seed in scale.seeds_of(1):
-        for net in ("resnet20", "resnet18"):
-            for activation in ("relu", "gelu"):
-                options, own = {"activation": activation}, common | (HALF if net == "resnet18" else {})
-                cell = {"activation": activation}
-                yield s.job("cifar10", net, "two passes", 30, seed, cell=cell, options=options, alpha=1.0, **own)
+        for model in ("resnet20", "resnet18"):
+            own = common | (HALF if model == "resnet18" else {})
+            for activation in ({"activation": "relu"}, {"activation": "gelu"}):
+                net = Net("cifar10", model, activation, cell=activation)
+                yield s.job(net, "two passes", 30, seed, alpha=1.0, **own)
                 for strength in STRENGTHS:
                     for mode in ("exact", "paper"):
                         method = f"{mode}, strength {strength:g}"
                         third = {"strength": strength, "mode": mode}
-                        yield s.job("cifar10", net, method, 30, seed, cell=cell, options=options, **own | third)
+                        yield s.job(net, method, 30, seed, **own | third)
 
 
 def methods(scale: Scale) -> Iterator[Job]:
     """What else one could do with plain-20 on CIFAR-10: exact mode, SAM, weight decay, more plain epochs."""
     s = Study("methods", scale, ("robustness",))
     for seed in scale.seeds_of(3):
-        yield s.job("cifar10", "plain20", "alpha 0.1", 200, seed, **THREE)
-        yield s.job("cifar10", "plain20", "kaiming", 200, seed, **TWO)
-        yield s.job("cifar10", "plain20", "exact, alpha 0.1", 200, seed, mode="exact", **THREE)
-        yield s.job("cifar10", "plain20", "plain, same time", 200, seed, longer=SAME_TIME, **TWO)
-        yield s.job("cifar10", "plain20", "SAM, rho 0.05", 200, seed, sam=0.05, **TWO)
-        yield s.job("cifar10", "plain20", "weight decay 0.0005", 200, seed, **TWO | {"weight_decay": 5e-4})
-        yield s.job("cifar10", "plain20", "weight decay 0.005", 200, seed, **TWO | {"weight_decay": 5e-3})
+        yield s.job(PLAIN20, "alpha 0.1", 200, seed, **THREE)
+        yield s.job(PLAIN20, "kaiming", 200, seed, **TWO)
+        yield s.job(PLAIN20, "exact, alpha 0.1", 200, seed, mode="exact", **THREE)
+        yield s.job(PLAIN20, "plain, same time", 200, seed, longer=SAME_TIME, **TWO)
+        yield s.job(PLAIN20, "SAM, rho 0.05", 200, seed, sam=0.05, **TWO)
+        yield s.job(PLAIN20, "weight decay 0.0005", 200, seed, **TWO | {"weight_decay": 5e-4})
+        yield s.job(PLAIN20, "weight decay 0.005", 200, seed, **TWO | {"weight_decay": 5e-3})
 
 
 def readings(scale: Scale) -> Iterator[Job]:
     """What the paper leaves open: biases, the fan of Kaiming's rule, the scale of the input loss."""
     s = Study("readings", scale)
-    no_bias: dict[str, Any] = {"options": {"bias": False}}
     for seed in scale.seeds_of(1):
         for data in CIFAR:
-            for net in ("plain20", "plain32"):
-                yield s.job(data, net, "alpha 0.1, no bias", 200, seed, **no_bias, **THREE)
-                yield s.job(data, net, "kaiming, no bias", 200, seed, **no_bias, **TWO)
-                yield s.job(data, net, "alpha 0.1, fan out", 200, seed, init="kaiming-out", **THREE)
-                yield s.job(data, net, "kaiming, fan out", 200, seed, init="kaiming-out", **TWO)
-                yield s.job(data, net, "alpha 0.1, per sample", 200, seed, reduction="sample", **THREE)
+            for net in (Net(data, "plain20"), Net(data, "plain32")):
+                no_bias, fan_out = replace(net, options={"bias": False}), replace(net, init="kaiming-out")
+                yield s.job(no_bias, "alpha 0.1, no bias", 200, seed, **THREE)
+                yield s.job(no_bias, "kaiming, no bias", 200, seed, **TWO)
+                yield s.job(fan_out, "alpha 0.1, fan out", 200, seed, **THREE)
+                yield s.job(fan_out, "kaiming, fan out", 200, seed, **TWO)
+                yield s.job(net, "alpha 0.1, per sample", 200, seed, reduction="sample", **THREE)
 
 
 STUDIES: dict[str, Callable[[Scale], Iterator[Job]]] = {

@@ -1,7 +1,7 @@
-"""What finished runs left: results/paper/STUDY.json, one line a run, so small that all of it is kept.
+"""The records of finished runs: results/paper/STUDY.json, one line a run.
 
-Several processes may work on one folder: a run in hand is locked, and so is a file that is being written. Locks belong
-to the process, and go with it however it ends.
+Several processes may work on one folder: a run that is being trained is locked, and so is a file that is being written.
+The operating system releases a process's locks when it ends, however it ends.
 """
 
 import contextlib
@@ -36,13 +36,13 @@ class Records:
 
     def read(self) -> dict[str, Record]:
         """All records by their key."""
-        found: dict[str, Record] = {}
+        runs: dict[str, Record] = {}
         for file in sorted(self.folder.glob("*.json")):
             content = json.loads(file.read_text(encoding="utf-8"))
             if content.get("format") != FORMAT:
                 raise ValueError(f"{file}: format {content.get('format')!r}, and this version reads {FORMAT}")
-            found |= content["runs"]
-        return found
+            runs |= content["runs"]
+        return runs
 
     def add(self, study: str, key: str, record: Record) -> None:
         """Adds a record to the study's file, which is replaced as a whole."""

@@ -70,9 +70,9 @@ class Evidence:
         seeds = 1 + max((r["seed"] for r in records.values()), default=0)  # more may have been run than are planned
         for study, plan in STUDIES.items():
             for job in (*plan(scale), *plan(dataclasses.replace(scale, seeds=seeds))):
-                found = {job.seed: records[job.key]} if job.key in records else {}
+                record = {job.seed: records[job.key]} if job.key in records else {}
                 where = (study, frozenset(job.cell.items()))
-                self.cells[where] = Cell(self.cells.get(where, Cell({})).records | found)
+                self.cells[where] = Cell(self.cells.get(where, Cell({})).records | record)
 
     def cell(self, study: str, net: str, data: str, method: str, **more: str) -> Cell:
         labels = {"net": net, "data": data, "method": method} | more
@@ -129,12 +129,12 @@ def below(of: Of, bound: float) -> Holds:
 
 
 def together(words: Iterable[str]) -> str:
-    found = list(words)
-    if REFUTED in found:
+    verdicts = list(words)
+    if REFUTED in verdicts:
         return REFUTED
-    if all(w == NOT_RUN for w in found):
+    if all(w == NOT_RUN for w in verdicts):
         return NOT_RUN
-    return CONFIRMED if all(w == CONFIRMED for w in found) else UNCLEAR
+    return CONFIRMED if all(w == CONFIRMED for w in verdicts) else UNCLEAR
 
 
 def spread(values: Sequence[float], unit: str = "") -> str:

@@ -1,7 +1,7 @@
-"""Trains what the plan has and the records lack, one run after another, and stops in time.
+"""Trains the planned runs that have no record yet, one after another, within a time limit.
 
     results/paper/STUDY.json             finished runs
-    results/paper/unfinished/KEY/        the run in hand: an ordinary run folder with its checkpoint
+    results/paper/unfinished/KEY/        the current run: an ordinary run folder with its checkpoint
     results/paper/data/NAME-EXAMPLES/    the part of a data set that --quick and --examples train on
 
 A run that was stopped, by the time limit, by Ctrl-C or by force, goes on from its last checkpoint.
@@ -147,14 +147,14 @@ def train_one(job: Job, run: Run, results: Path, clock: Clock) -> Record:
         with contextlib.suppress(DivergedError), warnings.catch_warnings():
             warnings.simplefilter("ignore", NormalizationWarning)  # what paper mode does there is what is studied
             fit(model, data, run.config, folder=folder, resume=resume, after_step=after_step)
-    found = read(folder)
+    outcome = read(folder)
     measured: dict[str, Any] = {}
-    for name in () if found.diverged else job.measures:
+    for name in () if outcome.diverged else job.measures:
         clock.check()
         measured[name] = MEASURES[name](run, data, model)
         for file in folder.glob(f"{name}-*.json"):
             measured[name][file.stem.removeprefix(f"{name}-")] = json.loads(file.read_text())
-    return make_record(job, run, found.history, measured)
+    return make_record(job, run, outcome.history, measured)
 
 
 @cache

@@ -91,17 +91,17 @@ def assemble(
 def _classes(train: Tensor, val: Tensor, name: str, classes: tuple[str, ...] | None) -> tuple[str, ...]:
     """The names of the classes, by default "0" to the largest label; labels that cannot be meant so are refused."""
     known = train.unique()
-    found = torch.cat([known, val]).unique()
-    low, high = int(found[0]), int(found[-1])
+    labels = torch.cat([known, val]).unique()
+    low, high = int(labels[0]), int(labels[-1])
     count = high + 1 if classes is None else len(classes)
     if low < 0 or high >= count:
         raise DataError(f"{name}: labels run from {low} to {high}, not within 0 to {count - 1}")
-    if count > max(1000, 2 * len(found)):
+    if count > max(1000, 2 * len(labels)):
         raise DataError(
-            f"{name}: labels run to {high}, but only {len(found)} different ones occur: number the classes from 0 on, "
+            f"{name}: labels run to {high}, but only {len(labels)} different ones occur: number the classes from 0 on, "
             "as numpy.unique(y, return_inverse=True) does"
         )
-    unseen = found[~torch.isin(found, known)].tolist()
+    unseen = labels[~torch.isin(labels, known)].tolist()
     if unseen:
         text = f"{name}: no training example is of class {', '.join(map(str, unseen[:10]))}, which validation has"
         warn_caller(text, UserWarning)

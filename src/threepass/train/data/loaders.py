@@ -106,5 +106,5 @@ class _RandomStates:
 
 def _generators(loader: DataLoader) -> list[torch.Generator]:
     places = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-    found = [getattr(place, "generator", None) for place in places]
-    return [g for g in found if isinstance(g, torch.Generator)]
+    generators = [getattr(place, "generator", None) for place in places]
+    return [g for g in generators if isinstance(g, torch.Generator)]

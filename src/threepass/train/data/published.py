@@ -1,4 +1,4 @@
-"""The published sets: where their files lie on disk and on the net, how they are read, and what must be in them."""
+"""The published sets: where their files are on disk and on the web, how they are read, and what they must contain."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,12 +58,12 @@ def find(name: str, places: Sequence[Path]) -> tuple[Found | None, list[str]]:
     return None, looked
 
 
-def read(name: str, found: Found, device: Device) -> DataSet:
+def read(name: str, location: Found, device: Device) -> DataSet:
     """The set from its files, with the shape and number of images checked."""
     published = SETS[name]
     splits = []
-    for files, count in zip((found.train, found.val), published.counts, strict=True):
-        x, y = found.read(files)
+    for files, count in zip((location.train, location.val), published.counts, strict=True):
+        x, y = location.read(files)
         if x.shape != (count, *published.shape) or len(y) != count:
             raise DataError(
                 f"{files[0].parent}: {name} must have images {(count, *published.shape)} and {count} labels; "

@@ -57,12 +57,12 @@ def load(name: str | Path, root: str | Path | None = None, download: bool = Fals
 def _published(name: str, root: str | Path | None, download: bool, device: Device) -> DataSet:
     named = [place for place in (root, os.environ.get("THREEPASS_DATA")) if place]
     places = [Path(place).expanduser() for place in (*named, "~/.cache/threepass")]
-    found, looked = published.find(name, places)
-    if found is None and download:
+    files, looked = published.find(name, places)
+    if files is None and download:
         for remote in published.SETS[name].remotes:
             fetch(remote, places[0])
-        found, looked = published.find(name, places)
-    if found is None:
+        files, looked = published.find(name, places)
+    if files is None:
         lines = "\n".join(f"  - {line}" for line in dict.fromkeys(looked))
         where = ("", "") if root is None else (f" --data-dir {root}", f", root={str(root)!r}")
         raise FileNotFoundError(
@@ -71,7 +71,7 @@ def _published(name: str, root: str | Path | None, download: bool, device: Devic
             f"in Python `load({name!r}{where[1]}, download=True)`. "
             "If you have it elsewhere, name that folder: --data-dir, root= or THREEPASS_DATA."
         )
-    return published.read(name, found, device)
+    return published.read(name, files, device)
 
 
 def _digits(device: Device) -> DataSet:
@@ -128,10 +128,10 @@ def _opened(file: Path) -> Iterator[Any]:
             raise DataError(f"{file} is damaged, or holds no array of numbers (it starts with {start!r})")
         content.seek(0)
         try:
-            found = np.load(content, allow_pickle=False)
+            array = np.load(content, allow_pickle=False)
         except DAMAGED as error:
             raise DataError(f"{file} is damaged, or holds no array of numbers ({error})") from error
-        yield found
+        yield array
 
 
 DAMAGED = (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error)
