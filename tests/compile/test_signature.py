@@ -510,6 +510,79 @@ def test_caches_and_kept_tensors_are_no_hindrance():
     assert len(step.compiled.programs) == 1
 
 
+class Hidden(nn.Module):
+    """Keeps a hidden state from call to call, and starts again with another batch size."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.last, self.hidden = nn.GRUCell(4, 5), nn.Linear(5, 3), None
+
+    def forward(self, x):
+        if self.hidden is not None and len(self.hidden) != len(x):
+            self.hidden = None
+        out = self.cell(x, self.hidden)
+        self.hidden = out.detach()
+        return self.last(out)
+
+
+class Keeping(nn.Linear):
+    """Keeps a tensor in training mode, and reads it in evaluation."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.kept = torch.zeros(3, dtype=torch.float64)
+
+    def forward(self, x):
+        out = super().forward(x)
+        if not self.training:
+            return out + self.kept
+        self.kept = out.detach().mean(0)
+        return out
+
+
+class Masked(nn.Linear):
+    """Caches a mask of one length."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.mask = None
+
+    def forward(self, x):
+        if self.mask is None or len(self.mask) != len(x):
+            self.mask = torch.ones(len(x), len(x), dtype=x.dtype).tril()
+        return self.mask @ super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore::threepass.UncompiledWarning")
+@pytest.mark.parametrize(("make", "name"), [(Hidden, "hidden"), (Keeping, "kept"), (Masked, "mask")])
+def test_tensors_that_a_module_keeps_are_those_of_the_last_call(make, name):
+    torch.manual_seed(0)
+    model = make().double()
+    twin = copy.deepcopy(model)
+    step = threepass.ThreePass(model, F.cross_entropy, alpha=0.3, compile=True)
+    x, y = torch.randn(14, 4, 4).double(), torch.randint(3, (4,))
+    for i, rows in enumerate([4, 4, 3, 3, 4, 4, 2, 2, 3, 3, 3, 4, 4, 4]):
+        model.train(i % 4 < 3), twin.train(i % 4 < 3)
+        found = step(x[i, :rows], y[:rows])
+        expected = threepass.three_pass(twin, F.cross_entropy, x[i, :rows], y[:rows], alpha=0.3)
+        assert_close(found.grads, expected.grads, 1e-12)
+        assert_close({name: getattr(model, name)}, {name: getattr(twin, name).detach()}, 1e-12)
+    assert bool(len(step.compiled.programs)) == (make is not Hidden)
+
+
+def test_spectral_norm_by_hooks_is_captured():
+    """Its weight is a view of a parameter at first, and then a tensor of the last forward."""
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(nn.Linear(4, 3)).double(), torch.randn(4, 4).double(), torch.randint(3, (4,))
+    nn.utils.spectral_norm(model[0])
+    twin = copy.deepcopy(model)
+    step = threepass.ThreePass(model, F.cross_entropy, alpha=0.3, compile="require")
+    for _ in range(3):
+        expected = threepass.three_pass(twin, F.cross_entropy, x, y, alpha=0.3)
+        assert_close(step(x, y).grads, expected.grads, 1e-12)
+    assert len(step.compiled.programs) == 1
+
+
 class Counting(nn.Linear):
     eager_calls = 2  # in which it may still be filling a cache
 

@@ -28,7 +28,7 @@ from ..rules.sync_batch_norm import has_synchronized_norm
 from ..tape.state import unchanged_on_error
 from .capture import Captured, capture
 from .cuda_graph import CudaGraph
-from .dependencies import PLAIN
+from .dependencies import PLAIN, Attribute
 from .dynamic import Dimensions
 from .programs import Programs
 from .signature import Signature, flattened, input_signature
@@ -87,6 +87,7 @@ class Step:
     dicts: list[str]  # the fields of the result with gradients by name, which follow in the outputs
     leaves: list[Any]  # of the rest of the result; a `_Place` is an index into the outputs that remain
     spec: TreeSpec
+    kept: list[Attribute]  # attributes of modules that hold a tensor of the last forward: the last outputs
     graph_memory: set[int]
 
     @property
@@ -111,6 +112,8 @@ class Step:
         starts = range(count, (len(self.dicts) + 1) * count, count)
         named = [dict(zip(self.names, outputs[i : i + count], strict=True)) for i in starts]
         rest = outputs[(len(self.dicts) + 1) * count :]
+        for (module, name), z in zip(reversed(self.kept), reversed(rest), strict=False):
+            vars(module)[name] = z.clone() if static else z
         found = [rest[leaf.place] if isinstance(leaf, _Place) else leaf for leaf in self.leaves]
         others = tree_unflatten(found, self.spec)
         if static:  # copies of what people keep from call to call; input_grad and grads stay in the graph's memory
@@ -337,6 +340,7 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call, 
     outputs: list[str] = []
     leaves: list[Any] = []
     made: list[Any] = []
+    kept: list[Attribute] = []
     check_model(model)
     named = dict(model.named_parameters())
 
@@ -356,7 +360,9 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call, 
         names[:], made[:] = r.grads, [type(r), dicts, result_spec]
         outputs[:] = [f"the gradient of {n}" for _ in ("grads", *dicts) for n in names]
         leaves[:] = [_Place(next(places)) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in found]
-        return [*grads, *(results[name][n] for name in dicts for n in names), *others]
+        kept[:] = signature.overwritten
+        last = [vars(module)[name].detach() for module, name in kept]
+        return [*grads, *(results[name][n] for name in dicts for n in names), *others, *last]
 
     weights, seed = steps._weights_of(call.weights), steps._seed_for(None, 0)
     inputs = [weights, seed, *(z for z in flat if isinstance(z, Tensor))]
@@ -364,9 +370,10 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call, 
     pool = None if steps._newest is None else steps._newest.pool
     terms = weights if call.has_terms else None
     captured = capture(step, inputs, restore=restore, weights=terms, pool=pool, varying=varying, names=outputs)
-    signature.settle(captured.program.state)
+    signature.settle(captured.program.state, captured.program.are_constant(len(kept)))
     kind, dicts, result_spec = made
-    return Step(captured, [named[n] for n in names], names, kind, dicts, leaves, result_spec, steps._graph_memory)
+    trained = [named[n] for n in names]
+    return Step(captured, trained, names, kind, dicts, leaves, result_spec, kept, steps._graph_memory)
 
 
 def laid_out(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> list[Tensor]:

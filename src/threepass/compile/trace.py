@@ -7,6 +7,7 @@ inputs of it, so that it sees them as they are at each call and may write to the
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,10 @@ Fn = Callable[..., Sequence[Tensor]]
 
 _aten = torch.ops.aten
 
+_OF_SIZES = {
+    _aten.sym_size.int, _aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default,
+    _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default,
+}  # fmt: skip
 _VIEWS = {_aten.detach.default, _aten.alias.default}
 
 
@@ -50,6 +55,15 @@ class Program:
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         with torch.no_grad():
             return list(self.graph(*self.state, *inputs))
+
+    def are_constant(self, count: int) -> list[bool]:
+        """Of the last outputs: whether they depend on no contents of an input or of `state`, but on sizes at most."""
+        dependent: set[Node] = set()
+        for node in self.plain.graph.nodes:
+            if node.op == "placeholder" or (node.target not in _OF_SIZES and dependent & {*node.all_input_nodes}):
+                dependent.add(node)
+        outputs: Any = self.plain.graph.output_node().args[0]
+        return [z not in dependent for z in outputs[len(outputs) - count :]]
 
 
 def trace(fn: Fn, inputs: Sequence[Tensor], kernels: bool = True, symbolic: SymbolicInputs | None = None) -> Program:
