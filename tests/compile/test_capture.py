@@ -193,9 +193,18 @@ class Sloped(nn.Linear):
         return F.rrelu(super().forward(x), training=True)
 
 
+class Drawing(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + torch.rand(10, generator=GENERATOR)
+
+
+GENERATOR = torch.Generator()
+
+
 @pytest.mark.parametrize(
     ("model", "shape", "reason"),
     [
+        (Drawing(8, 10), (4, 8), r"draws random numbers from a torch\.Generator.* Leave generator= out"),
         (Branching(8, 10), (4, 8), "in Branching.forward: .* a value is read out of a tensor"),
         (Sloped(8, 10), (4, 8), r"draws random numbers by aten\.rrelu.* pass them in x or y"),
     ],
@@ -203,14 +212,24 @@ class Sloped(nn.Linear):
 def test_what_cannot_be_captured_runs_eagerly_and_says_why_once(model, shape, reason):
     x, y = torch.randn(shape), torch.randint(10, shape[:1])
     step = threepass.ThreePass(model, F.cross_entropy, compile=True)
-    torch.manual_seed(1)
+    torch.manual_seed(1), GENERATOR.manual_seed(1)
     with pytest.warns(threepass.UncompiledWarning, match=f"runs eagerly .* with the same results.*({reason})"):
         r = step(x, y)
-    torch.manual_seed(1)
+    torch.manual_seed(1), GENERATOR.manual_seed(1)
     same(everything(r), everything(threepass.three_pass(model, F.cross_entropy, x, y)), 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(x, y)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rrelu_is_captured_in_evaluation(inplace, traced_only):
+    """It draws no random numbers there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 10), nn.RReLU(inplace=inplace), nn.Linear(10, 10)).double().eval()
+    x, y = torch.randn(4, 8).double(), torch.randint(10, (4,))
+    step = threepass.ThreePass(model, F.cross_entropy, compile="require")
+    same(everything(step(x, y)), everything(threepass.three_pass(model, F.cross_entropy, x, y)), 1e-12)
 
 
 def test_what_eager_refuses_is_refused_and_nothing_has_changed():

@@ -138,6 +138,7 @@ class Dependencies:
         self._mixed: list[Iterable[Any]] = []  # containers of more than plain values
         self._arrays: list[Any] = []
         self._generators: list[Any] = []
+        self._torch_generators: list[tuple[torch.Generator, Tensor]] = []  # restored; programs do not draw from them
         self._cells: list[Any] = []
         self._functions: list[Any] = []
         self._owners: list[Any] = []  # dicts, and the names in them under which tensors lie
@@ -200,7 +201,7 @@ class Dependencies:
         except Exception:  # an attribute is gone, or values cannot be compared
             return False
 
-    def _identified(self, dicts: list[dict[Any, Any]]) -> Iterator[Any]:
+    def _identified(self, dicts: Iterable[Any]) -> Iterator[Any]:
         members = chain.from_iterable(map(_values, dicts))
         elements = chain.from_iterable([*z.values()] if isinstance(z, dict) else z for z in self._mixed)
         return chain(members, map(getitem, self._owners, self._owned), map(_contents, self._cells), elements)
@@ -222,6 +223,8 @@ class Dependencies:
                 generator.setstate(state)
             else:
                 generator.bit_generator.state = state
+        for drawn, contents in self._torch_generators:
+            drawn.set_state(contents)
         for cell, value in zip(self._cells, self._cell_values, strict=True):
             cell.cell_contents = value
         for container, contents in zip(self._containers, self._copies, strict=True):
@@ -276,6 +279,9 @@ class Dependencies:
                 self.items[path] = Identity(value)
                 if value.__self__ is not _SHARED:  # `Signature.capturing` looks at that one
                     self._add(f"{path}.__self__", value.__self__, Scope(True, scope.depth))
+            case torch.Generator():
+                self.items[path] = Identity(value)
+                self._torch_generators.append((value, value.get_state()))
             case _ if isinstance(value, random.Random) or _is_numpy_generator(value):
                 self._generators.append(value)
                 self.items[path] = (type(value), f"state {hash(repr(_state_of(value))):x}")

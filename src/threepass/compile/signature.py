@@ -13,7 +13,6 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -148,7 +147,8 @@ class Signature:
         step keeps, in their order, depend on nothing but sizes, as a mask does: the program then computes the same.
         """
         read = {z.data_ptr() for z in state if z.numel()}
-        for each, is_constant in zip_longest(self._overwritten, are_constant, fillvalue=False):
+        overwritten = [*zip(self._overwritten, are_constant or [False] * len(self._overwritten), strict=True)]
+        for each, is_constant in overwritten:
             module, name = each.attribute
             if isinstance(each.old, TensorItem) and each.old.pointer in read:
                 raise self._reads(each.path, each.old.pointer)
@@ -159,7 +159,7 @@ class Signature:
                 value = vars(module).get(name)
                 if isinstance(value, Tensor) and value.data_ptr() in read:
                     raise self._reads(f"{type(module).__name__}.{name}", value.data_ptr())
-        for each, is_constant in zip_longest(self._overwritten, are_constant, fillvalue=False):
+        for each, is_constant in overwritten:
             module, name = each.attribute
             self._ignored.setdefault(module, set()).add(name)
             caches = self._caches.setdefault(module, set())
