@@ -1,8 +1,10 @@
 """Captured steps: the same numbers as eager ones, one program for every signature, and a clear fallback."""
 
 import copy
+import math
 import warnings
 from collections import Counter, UserDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -646,3 +648,62 @@ def test_a_second_capture_comes_from_inductors_cache(tmp_path, monkeypatch):
         torch.compiler.reset()
     assert counters["inductor"]["fxgraph_cache_hit"] == 1
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore::threepass.errors.AccumulationWarning")
+def test_another_loss_or_model_of_a_step(traced_only):
+    model, x, y = problem("mlp")
+    step = threepass.ThreePass(model, F.cross_entropy, compile=True)
+    step(x, y)
+    step.loss_fn = lambda out, y: 2 * F.cross_entropy(out, y)
+    for _ in range(2):
+        same(everything(step(x, y)), everything(threepass.three_pass(model, step.loss_fn, x, y)), 1e-12)
+        step.model = copy.deepcopy(model).requires_grad_(False)
+        next(step.model.parameters()).requires_grad_(True)
+        same(everything(step(x, y)), everything(threepass.three_pass(step.model, step.loss_fn, x, y)), 1e-12)
+        assert next(step.model.parameters()).grad is not None
+        model.zero_grad()
+        step.model = model
+
+
+def test_the_sign_of_a_zero_in_y(traced_only):
+    model, x = mlp(6, 6).double(), torch.randn(4, 6).double()
+    step = threepass.ThreePass(model, lambda out, y: (out.square() * math.copysign(2, y)).mean(), compile="require")
+    for zero in (0.0, -0.0, 0.0, -0.0, -0.0):
+        same([step(x, zero).loss], [threepass.three_pass(model, step.loss_fn, x, zero).loss], 1e-12)
+
+
+def test_an_input_that_is_a_buffer_which_the_step_writes_to(traced_only):
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
+    twin, x = copy.deepcopy(model), torch.randn(4, 6).double()
+    step = threepass.ThreePass(model, F.mse_loss, mode="exact", compile=True)
+    with pytest.warns(threepass.UncompiledWarning, match="shares memory with a buffer that the step writes to"):
+        found = step(x, model[1].running_mean.expand(4, 6))
+    expected = threepass.three_pass(twin, F.mse_loss, x, twin[1].running_mean.expand(4, 6), mode="exact")
+    same(everything(found), everything(expected), 1e-12)
+
+
+def test_a_frozen_parameter_whose_elements_share_memory(traced_only):
+    model, x, y = problem("mlp")
+    model[1].bias.requires_grad_(False).data = torch.ones(1).double().expand(model[1].bias.shape)
+    step = threepass.ThreePass(model, F.cross_entropy, compile="require")
+    same(everything(step(x, y)), everything(threepass.three_pass(model, F.cross_entropy, x, y)), 1e-12)
+
+
+def test_a_sparse_sum_of_gradients(traced_only):
+    model, x, y = problem("mlp")
+    step = threepass.ThreePass(model, F.cross_entropy, compile="require")
+    before = torch.ones_like(model[1].weight).detach()
+    model[1].weight.grad = before.to_sparse()
+    r = step(x, y)
+    same([model[1].weight.grad], [before + r.grads["1.weight"]], 1e-12)
+
+
+def test_threads_capture_one_after_the_other(traced_only):
+    """Tracing patches the whole process."""
+    problems = [problem("mlp") for _ in range(3)]
+    steps = [threepass.ThreePass(model, F.cross_entropy, compile="require") for model, *_ in problems]
+    with ThreadPoolExecutor() as pool:
+        results = [pool.submit(step, x, y) for step, (_, x, y) in zip(steps, problems, strict=True)]
+        for result, (model, x, y) in zip(results, problems, strict=True):
+            same(everything(result.result()), everything(threepass.three_pass(model, F.cross_entropy, x, y)), 1e-12)

@@ -234,7 +234,7 @@ class Dependencies:
     def _add(self, path: str, value: Any, scope: Scope = WHOLE) -> None:
         """Describes a value under its path."""
         if isinstance(value, PLAIN):
-            self.items[path] = _plain(value)
+            self.items[path] = plain_item(value)
         elif isinstance(value, Tensor):
             self._tensor(path, value)
         elif isinstance(value, tuple) and all(type(v) is int for v in value):
@@ -540,7 +540,8 @@ def _is_watched(value: Any) -> bool:
     return not (isinstance(value, types.FunctionType) and is_library(value.__module__ or ""))
 
 
-def _plain(value: Any) -> Hashable:
+def plain_item(value: Any) -> Hashable:
+    """A number or string, to be compared by type and value; 0.0 is not -0.0."""
     return type(value), value.hex() if isinstance(value, float) else value
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .._torch_compat import TreeSpec, tree_flatten
 from ..errors import CaptureError
-from .dependencies import PLAIN, Attribute, Dependencies, TensorItem, in_words
+from .dependencies import PLAIN, Attribute, Dependencies, TensorItem, in_words, plain_item
 
 RECENT = 4  # states that are looked at before the full description is made: training and evaluation take turns
 _, _PAIR = tree_flatten((torch.empty(0), torch.empty(0)))
@@ -86,10 +86,10 @@ class Signature:
         self._caches: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()  # of them, constants
         self._overwritten: list[Overwritten] = []  # by the step in the last trace
 
-    def watch(self, name: str, value: Any) -> None:
-        """Makes a further function or value of the user's a part of the state, in place of the one of that name."""
-        if name not in self._roots or self._roots[name] is not value:
-            self._roots[name] = value
+    def watch(self, roots: dict[str, Any]) -> None:
+        """Makes functions and modules of the user's a part of the state, in place of those of the same names."""
+        if any(self._roots.get(name, roots) is not value for name, value in roots.items()):
+            self._roots |= roots
             self._recent.clear()
 
     def state(self) -> State:
@@ -235,7 +235,7 @@ def flattened(x: Any, y: Any) -> tuple[list[Any], TreeSpec]:
 def input_signature(flat: list[Any]) -> tuple[Hashable, ...]:
     """What a program depends on of the leaves of x and y."""
     return tuple([
-        (type(z), z.shape, z.stride(), z.dtype, z.device, z.is_inference()) if isinstance(z, Tensor) else (type(z), z)
+        (type(z), z.shape, z.stride(), z.dtype, z.device, z.is_inference()) if isinstance(z, Tensor) else plain_item(z)
         for z in flat
     ])  # fmt: skip
 

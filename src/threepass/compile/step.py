@@ -45,7 +45,7 @@ class Call:
     passes: Callable[[Any, Any, tuple[Tensor, Tensor], Tensor], AnyResult]  # of x, y, the terms' weights and the seed
     kind: tuple[Hashable, ...]
     label: str
-    watched: tuple[str, Any]  # a function of the user's besides the loss, with its name
+    watched: dict[str, Any]  # the model, the loss, and other functions of the user's, by their names
     weights: tuple[float, float] = (1.0, 1.0)  # of the two terms, (back, third)
     has_terms: bool = False  # the gradients are back * one term + third * another
 
@@ -61,7 +61,8 @@ def three_pass_call(model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], opt
         options.ranks, options.back > 0, third, options.strength is None,
     )  # fmt: skip
     label = f"{options.mode} mode{'' if third else ' without the third pass'}"
-    return Call(passes, kind, label, ("penalty", options.penalty), (options.back, options.third), third)
+    watched = {"model": model, "loss_fn": loss_fn, "penalty": options.penalty}
+    return Call(passes, kind, label, watched, (options.back, options.third), third)
 
 
 def gradient_call(model: nn.Module, loss_fn: Callable[[Any, Any, Any], Tensor], options: GradientOptions) -> Call:
@@ -69,7 +70,7 @@ def gradient_call(model: nn.Module, loss_fn: Callable[[Any, Any, Any], Tensor], 
         return gradient_loss.run(model, loss_fn, x, y, options, seed=seed)
 
     kind = (options.wrt, options.input_at, options.separate)
-    return Call(passes, kind, "gradient step", ("value_fn", options.value_fn))
+    return Call(passes, kind, "gradient step", {"model": model, "loss_fn": loss_fn, "value_fn": options.value_fn})
 
 
 @dataclass
@@ -130,7 +131,8 @@ class Step:
 
     @torch.no_grad()
     def _add(self, grads: Sequence[Tensor]) -> None:
-        if has_gradient_hooks(self.parameters):
+        is_sparse = any(p.grad is not None and p.grad.is_sparse for p in self.parameters)
+        if is_sparse or has_gradient_hooks(self.parameters):
             with torch.enable_grad():
                 torch.autograd.backward(self.parameters, [g.clone() for g in grads])
             return
@@ -239,6 +241,7 @@ class CompiledSteps:
     ) -> Any:
         """The step after so many calls, added to `p.grad` if `add`; `eager` runs it where there is no program."""
         step = None
+        self.model, self.loss_fn = call.watched["model"], call.watched["loss_fn"]  # attributes of the step: may change
         try:
             if is_fully_sharded(self.model):
                 raise CaptureError("fully_shard gathers parameters and reduces gradients in hooks")
@@ -251,7 +254,7 @@ class CompiledSteps:
         except CaptureError as error:
             self.programs.refuse(error)
         else:
-            self.programs.signature.watch(*call.watched)
+            self.programs.signature.watch(call.watched)
             step = self.programs.find(
                 (spec, *call.kind),
                 input_signature(flat),
@@ -259,6 +262,12 @@ class CompiledSteps:
                 lambda: f"{call.label}, {inputs_in_words(flat)}",
                 sizes=lambda: self._sizes(flat, spec, call),
             )
+            if step is not None and step.captured.overwrites((x, y)):
+                self.programs.refuse(
+                    CaptureError("x or y shares memory with a buffer that the step writes to; pass a clone() of it"),
+                    "shared memory",
+                )
+                step = None
         if step is None:
             return self.programs.eagerly(eager, next(self.model.parameters()).device)
         with torch.inference_mode(False):
@@ -395,4 +404,5 @@ def _restored(model: nn.Module, loss_fn: Any, signature: Signature) -> Iterator[
         yield
     with torch.no_grad():
         for p, contents in frozen:
-            p.copy_(contents)
+            if not torch.equal(p, contents):  # elements of an expanded one share memory, so that copy_ refuses it
+                p.copy_(contents)

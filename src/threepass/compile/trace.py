@@ -51,6 +51,11 @@ class Program:
     ):
         self.graph, self.plain, self.state, self.draws, self.symbolic = graph, plain, state, draws, symbolic
         self.trace_seconds = self.rewrite_seconds = 0.0
+        self.written = {  # the storages of tensors of `state` that the program writes to
+            z.untyped_storage().data_ptr()
+            for z, node in zip(state, plain.graph.find_nodes(op="placeholder"), strict=False)
+            if any(user.target is _aten.copy_.default and user.args[0] is node for user in node.users)
+        }
         self.is_seeded = any(node.target is torch.ops.threepass.seeds.default for node in plain.graph.nodes)
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:

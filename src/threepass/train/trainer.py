@@ -90,7 +90,7 @@ class Trainer:
         else:
             recorder = Recorder(self.device, self.model, self.loss_fn, self.config.compile == "require")
             self.programs = recorder.programs
-            self.programs.signature.watch("penalty", self.penalty)
+            self.programs.signature.watch({"penalty": self.penalty})
             self.steps = CapturedSteps(*parts, recorder=recorder)
             self.evaluate = CapturedValidation(*measured, recorder=recorder)
 
