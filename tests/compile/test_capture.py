@@ -15,6 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import threepass
 from threepass.bench.measure import peak_bytes
@@ -707,3 +708,28 @@ def test_threads_capture_one_after_the_other(traced_only):
         results = [pool.submit(step, x, y) for step, (_, x, y) in zip(steps, problems, strict=True)]
         for result, (model, x, y) in zip(results, problems, strict=True):
             same(everything(result.result()), everything(threepass.three_pass(model, F.cross_entropy, x, y)), 1e-12)
+
+
+def test_a_dispatch_mode_sees_the_operations(traced_only):
+    model, x, y = problem("mlp")
+    step = threepass.ThreePass(model, F.cross_entropy, compile=True)
+    step(x, y)
+    counts = []
+    for made in (threepass.ThreePass(model, F.cross_entropy), step):
+        model.zero_grad()
+        with FlopCounterMode(display=False) as mode, warnings.catch_warnings():
+            warnings.simplefilter("ignore", threepass.UncompiledWarning)
+            made(x, y)
+        counts.append(mode.get_total_flops())
+    assert counts[0] == counts[1]
+
+
+def test_a_sparse_tensor_in_x_runs_eagerly(traced_only):
+    class Graph(nn.Linear):
+        def forward(self, x, edges):
+            return super().forward(torch.sparse.mm(edges, x))
+
+    model, x = Graph(6, 10).double(), {"x": torch.randn(4, 6).double(), "edges": torch.eye(4).double().to_sparse()}
+    step = threepass.ThreePass(model, F.cross_entropy, wrt="x", compile=True)
+    with pytest.warns(threepass.UncompiledWarning, match="layout torch.sparse_coo; only dense tensors"):
+        step(x, torch.randint(10, (4,)))

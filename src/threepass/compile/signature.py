@@ -248,5 +248,7 @@ def _dense(z: Tensor) -> Tensor:
             "program passes no gradient on to them. Compute it inside the model, or pass z.detach() if no gradient is "
             "wanted there"
         )
+    if z.layout != torch.strided:
+        raise CaptureError(f"x or y contains a tensor of layout {z.layout}; only dense tensors can be captured")
     nhwc = z.dim() == 4 and z.is_contiguous(memory_format=torch.channels_last)
     return z if z.is_contiguous() or nhwc else z.contiguous()

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from .._torch_compat import TreeSpec, foreach_add_, has_gradient_hooks, tree_flatten, tree_map, tree_unflatten
+from .._torch_compat import (
+    TreeSpec,
+    foreach_add_,
+    has_gradient_hooks,
+    number_of_dispatch_modes,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
 from ..core import engine, gradient_loss
 from ..core.engine import Result
 from ..core.gradient_loss import GradientOptions, GradientResult
@@ -243,13 +251,7 @@ class CompiledSteps:
         step = None
         self.model, self.loss_fn = call.watched["model"], call.watched["loss_fn"]  # attributes of the step: may change
         try:
-            if is_fully_sharded(self.model):
-                raise CaptureError("fully_shard gathers parameters and reduces gradients in hooks")
-            if has_synchronized_norm(self.model):
-                raise CaptureError(
-                    "SyncBatchNorm exchanges sums between the ranks in every pass; a rank that captures a program runs "
-                    "the passes more often than the others, which would then wait for each other"
-                )
+            self._refuse_surroundings()
             flat, spec = flattened(x, y)
         except CaptureError as error:
             self.programs.refuse(error)
@@ -274,6 +276,18 @@ class CompiledSteps:
             tensors = [z for z in flat if isinstance(z, Tensor)]
             seed = self._seed_for(step.captured.program, calls)
             return step(self._weights_of(call.weights), seed, tensors, scaler, add)
+
+    def _refuse_surroundings(self) -> None:
+        """Raises where a program cannot do what an eager step does."""
+        if is_fully_sharded(self.model):
+            raise CaptureError("fully_shard gathers parameters and reduces gradients in hooks")
+        if has_synchronized_norm(self.model):
+            raise CaptureError(
+                "SyncBatchNorm exchanges sums between the ranks in every pass; a rank that captures a program runs "
+                "the passes more often than the others, which would then wait for each other"
+            )
+        if number_of_dispatch_modes():
+            raise CaptureError("a TorchDispatchMode is active, which would not see the operations of a compiled step")
 
     def _sizes(self, flat: list[Any], spec: TreeSpec, call: Call) -> Sizes[Step]:
         tensors = [z for z in flat if isinstance(z, Tensor)]
