@@ -99,6 +99,7 @@ __all__ = [
     "make_fx",
     "nested_from_mask",
     "no_dispatch_modes",
+    "number_of_dispatch_modes",
     "number_of_function_modes",
     "overload_of",
     "python_function_of",
@@ -139,6 +140,7 @@ function_modes_enabled = torch._C._is_torch_function_mode_enabled
 
 # seen in 2.10 to 2.13: how many TorchFunctionModes are on the stack; a default device is one
 number_of_function_modes = torch._C._len_torch_function_stack
+number_of_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 # seen in 2.10 to 2.13: what F.silu calls, and what a mode is shown of it
 silu = torch._C._nn.silu

@@ -1,8 +1,10 @@
 """Captured steps: the same numbers as eager ones, one program for every signature, and a clear fallback."""
 
 import copy
+import math
 import warnings
 from collections import Counter, UserDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import threepass
 from threepass.bench.measure import peak_bytes
@@ -193,9 +196,18 @@ class Sloped(nn.Linear):
         return F.rrelu(super().forward(x), training=True)
 
 
+class Drawing(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + torch.rand(10, generator=GENERATOR)
+
+
+GENERATOR = torch.Generator()
+
+
 @pytest.mark.parametrize(
     ("model", "shape", "reason"),
     [
+        (Drawing(8, 10), (4, 8), r"draws random numbers from a torch\.Generator.* Leave generator= out"),
         (Branching(8, 10), (4, 8), "in Branching.forward: .* a value is read out of a tensor"),
         (Sloped(8, 10), (4, 8), r"draws random numbers by aten\.rrelu.* pass them in x or y"),
     ],
@@ -203,14 +215,24 @@ class Sloped(nn.Linear):
 def test_what_cannot_be_captured_runs_eagerly_and_says_why_once(model, shape, reason):
     x, y = torch.randn(shape), torch.randint(10, shape[:1])
     step = threepass.ThreePass(model, F.cross_entropy, compile=True)
-    torch.manual_seed(1)
+    torch.manual_seed(1), GENERATOR.manual_seed(1)
     with pytest.warns(threepass.UncompiledWarning, match=f"runs eagerly .* with the same results.*({reason})"):
         r = step(x, y)
-    torch.manual_seed(1)
+    torch.manual_seed(1), GENERATOR.manual_seed(1)
     same(everything(r), everything(threepass.three_pass(model, F.cross_entropy, x, y)), 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(x, y)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rrelu_is_captured_in_evaluation(inplace, traced_only):
+    """It draws no random numbers there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 10), nn.RReLU(inplace=inplace), nn.Linear(10, 10)).double().eval()
+    x, y = torch.randn(4, 8).double(), torch.randint(10, (4,))
+    step = threepass.ThreePass(model, F.cross_entropy, compile="require")
+    same(everything(step(x, y)), everything(threepass.three_pass(model, F.cross_entropy, x, y)), 1e-12)
 
 
 def test_what_eager_refuses_is_refused_and_nothing_has_changed():
@@ -626,3 +648,87 @@ def test_a_second_capture_comes_from_inductors_cache(tmp_path, monkeypatch):
         torch.compiler.reset()
     assert counters["inductor"]["fxgraph_cache_hit"] == 1
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore::threepass.errors.AccumulationWarning")
+def test_another_loss_or_model_of_a_step(traced_only):
+    model, x, y = problem("mlp")
+    step = threepass.ThreePass(model, F.cross_entropy, compile=True)
+    step(x, y)
+    step.loss_fn = lambda out, y: 2 * F.cross_entropy(out, y)
+    for _ in range(2):
+        same(everything(step(x, y)), everything(threepass.three_pass(model, step.loss_fn, x, y)), 1e-12)
+        step.model = copy.deepcopy(model).requires_grad_(False)
+        next(step.model.parameters()).requires_grad_(True)
+        same(everything(step(x, y)), everything(threepass.three_pass(step.model, step.loss_fn, x, y)), 1e-12)
+        assert next(step.model.parameters()).grad is not None
+        model.zero_grad()
+        step.model = model
+
+
+def test_the_sign_of_a_zero_in_y(traced_only):
+    model, x = mlp(6, 6).double(), torch.randn(4, 6).double()
+    step = threepass.ThreePass(model, lambda out, y: (out.square() * math.copysign(2, y)).mean(), compile="require")
+    for zero in (0.0, -0.0, 0.0, -0.0, -0.0):
+        same([step(x, zero).loss], [threepass.three_pass(model, step.loss_fn, x, zero).loss], 1e-12)
+
+
+def test_an_input_that_is_a_buffer_which_the_step_writes_to(traced_only):
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
+    twin, x = copy.deepcopy(model), torch.randn(4, 6).double()
+    step = threepass.ThreePass(model, F.mse_loss, mode="exact", compile=True)
+    with pytest.warns(threepass.UncompiledWarning, match="shares memory with a buffer that the step writes to"):
+        found = step(x, model[1].running_mean.expand(4, 6))
+    expected = threepass.three_pass(twin, F.mse_loss, x, twin[1].running_mean.expand(4, 6), mode="exact")
+    same(everything(found), everything(expected), 1e-12)
+
+
+def test_a_frozen_parameter_whose_elements_share_memory(traced_only):
+    model, x, y = problem("mlp")
+    model[1].bias.requires_grad_(False).data = torch.ones(1).double().expand(model[1].bias.shape)
+    step = threepass.ThreePass(model, F.cross_entropy, compile="require")
+    same(everything(step(x, y)), everything(threepass.three_pass(model, F.cross_entropy, x, y)), 1e-12)
+
+
+def test_a_sparse_sum_of_gradients(traced_only):
+    model, x, y = problem("mlp")
+    step = threepass.ThreePass(model, F.cross_entropy, compile="require")
+    before = torch.ones_like(model[1].weight).detach()
+    model[1].weight.grad = before.to_sparse()
+    r = step(x, y)
+    same([model[1].weight.grad], [before + r.grads["1.weight"]], 1e-12)
+
+
+def test_threads_capture_one_after_the_other(traced_only):
+    """Tracing patches the whole process."""
+    problems = [problem("mlp") for _ in range(3)]
+    steps = [threepass.ThreePass(model, F.cross_entropy, compile="require") for model, *_ in problems]
+    with ThreadPoolExecutor() as pool:
+        results = [pool.submit(step, x, y) for step, (_, x, y) in zip(steps, problems, strict=True)]
+        for result, (model, x, y) in zip(results, problems, strict=True):
+            same(everything(result.result()), everything(threepass.three_pass(model, F.cross_entropy, x, y)), 1e-12)
+
+
+def test_a_dispatch_mode_sees_the_operations(traced_only):
+    model, x, y = problem("mlp")
+    step = threepass.ThreePass(model, F.cross_entropy, compile=True)
+    step(x, y)
+    counts = []
+    for made in (threepass.ThreePass(model, F.cross_entropy), step):
+        model.zero_grad()
+        with FlopCounterMode(display=False) as mode, warnings.catch_warnings():
+            warnings.simplefilter("ignore", threepass.UncompiledWarning)
+            made(x, y)
+        counts.append(mode.get_total_flops())
+    assert counts[0] == counts[1]
+
+
+def test_a_sparse_tensor_in_x_runs_eagerly(traced_only):
+    class Graph(nn.Linear):
+        def forward(self, x, edges):
+            return super().forward(torch.sparse.mm(edges, x))
+
+    model, x = Graph(6, 10).double(), {"x": torch.randn(4, 6).double(), "edges": torch.eye(4).double().to_sparse()}
+    step = threepass.ThreePass(model, F.cross_entropy, wrt="x", compile=True)
+    with pytest.warns(threepass.UncompiledWarning, match="layout torch.sparse_coo; only dense tensors"):
+        step(x, torch.randint(10, (4,)))

@@ -112,8 +112,13 @@ class Net(nn.Module):
         self.arguments = Namespaces(model=Namespaces(encoder=Namespaces(layer=Namespaces(width=1.0))))
         self.stored, self.user, self.defaults = Stored(), collections.UserDict(scale=1.0), Defaults()
         self.array = np.ones(2)
+        self.ordered, self.blocks = {"shift": 0.5, "factor": 0.5}, nn.ModuleDict({"a": nn.Tanh(), "b": nn.Softplus()})
 
     def forward(self, x):
+        for name, value in self.ordered.items():
+            x = x + value if name == "shift" else x * value
+        for name, block in self.blocks.items():
+            x = block(x) if name < "c" else -block(x)
         x = elsewhere(self, Namespace.multiplied(Identity.apply(x))) * Namespace.gain * remembered()
         gain = self.gains[0] * self.pair[0] * FACTOR * self.power * self.settings.gain * self.nested["inner"][0]
         u = self.drop(self.act(self.norm(self.first(x)))) * self.scale + self.options["bias"]
@@ -221,6 +226,15 @@ def reading_hook():
     return types.FunctionType(hook.__code__, globals(), "hook", None, (CELL,))
 
 
+def renamed(entries, old, new):
+    """The last entry of a dict under another name, or the first one last."""
+    entries[new] = entries.pop(old)
+
+
+def another_dict(module, name, **entries):
+    setattr(module, name, collections.OrderedDict(getattr(module, name), **entries))
+
+
 def scaled_error(module, grad_input, grad_output):
     return tuple(None if g is None else 2 * g for g in grad_input)
 
@@ -249,6 +263,11 @@ CHANGES = {
     "list": lambda w, v: w.model.gains.__setitem__(0, v),
     "dict": lambda w, v: w.model.options.update(bias=v),
     "tuple": lambda w, v: setattr(w.model, "pair", (v, 0.5)),
+    "order of a dict": lambda w, v: renamed(w.model.ordered, *2 * [next(iter(w.model.ordered))]),
+    "order of submodules": lambda w, v: renamed(w.model.blocks._modules, *2 * [next(iter(w.model.blocks))]),
+    "name of a submodule": lambda w, v: renamed(w.model.blocks._modules, [*w.model.blocks][-1], f"c{v}"),
+    "another dict of submodules": lambda w, v: another_dict(w.model.blocks, "_modules", c=nn.Sigmoid()),
+    "another dict of hooks": lambda w, v: another_dict(w.model.act, "_forward_hooks", hook=multiplied(v)),
     "nested list": lambda w, v: w.model.nested["inner"].__setitem__(0, v),
     "global number": lambda w, v: globals().update(FACTOR=v),
     "global tensor": lambda w, v: globals().update(SHIFT=torch.full((3,), v, dtype=torch.float64)),
@@ -271,6 +290,10 @@ CHANGES = {
     "forward hook": lambda w, v: w.hook("forward", lambda: w.model.first.register_forward_hook(multiplied(v))),
     "forward pre-hook": lambda w, v: w.hook(
         "pre", lambda: w.model.last.register_forward_pre_hook(lambda module, args: (args[0] * v,))
+    ),
+    "order of hooks": lambda w, v: (
+        w.model.act._forward_hooks.update({-2: multiplied(v), -3: lambda module, args, out: out + v}),
+        w.model.act._forward_hooks.move_to_end(-2),
     ),
     "another hook in its place": lambda w, v: w.model.act._forward_hooks.update({-1: multiplied(v)}),
     "backward hook": lambda w, v: w.hook("back", lambda: w.model.act.register_full_backward_hook(scaled_error)),
@@ -391,6 +414,30 @@ def test_each_change_is_noticed(name):
             assert next(before.changes(after))
 
 
+def test_dicts_and_hooks_in_another_order():
+    """Of an OrderedDict and of a plain dict, in place: sizes and values stay what they are."""
+    with world() as w:
+        w.model.act.register_forward_hook(multiplied(2.0))
+        last = w.model.act.register_forward_hook(lambda module, args, out: out + 1)
+        signature = Signature(w.model, w.loss)
+        states = [signature.state()]
+        w.model.act._forward_hooks.move_to_end(last.id, last=False)
+        states.append(signature.state())
+        w.model.act._forward_hooks = collections.OrderedDict()
+        states.append(signature.state())
+        w.model.act.register_forward_hook(multiplied(2.0))
+        states.append(signature.state())
+        assert len(set(states)) == 4
+
+
+def test_a_capture_leaves_the_model_as_it_was():
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    before = [(str(model), {**vars(m)}) for m in model.modules()]
+    step = threepass.ThreePass(model, F.cross_entropy, compile="require")
+    step(torch.randn(4, 4).double(), torch.randint(3, (4,)))
+    assert [(str(model), vars(m)) for m in model.modules()] == before
+
+
 def test_changes_with_the_compiler(monkeypatch):
     monkeypatch.setattr(inductor, "compiled", COMPILED)
     with world() as w:
@@ -460,6 +507,79 @@ def test_caches_and_kept_tensors_are_no_hindrance():
         got = step(x, y)
         assert_close(got.grads, expected.grads, 1e-12)
         model(x)  # keeps another tensor
+    assert len(step.compiled.programs) == 1
+
+
+class Hidden(nn.Module):
+    """Keeps a hidden state from call to call, and starts again with another batch size."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.last, self.hidden = nn.GRUCell(4, 5), nn.Linear(5, 3), None
+
+    def forward(self, x):
+        if self.hidden is not None and len(self.hidden) != len(x):
+            self.hidden = None
+        out = self.cell(x, self.hidden)
+        self.hidden = out.detach()
+        return self.last(out)
+
+
+class Keeping(nn.Linear):
+    """Keeps a tensor in training mode, and reads it in evaluation."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.kept = torch.zeros(3, dtype=torch.float64)
+
+    def forward(self, x):
+        out = super().forward(x)
+        if not self.training:
+            return out + self.kept
+        self.kept = out.detach().mean(0)
+        return out
+
+
+class Masked(nn.Linear):
+    """Caches a mask of one length."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.mask = None
+
+    def forward(self, x):
+        if self.mask is None or len(self.mask) != len(x):
+            self.mask = torch.ones(len(x), len(x), dtype=x.dtype).tril()
+        return self.mask @ super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore::threepass.UncompiledWarning")
+@pytest.mark.parametrize(("make", "name"), [(Hidden, "hidden"), (Keeping, "kept"), (Masked, "mask")])
+def test_tensors_that_a_module_keeps_are_those_of_the_last_call(make, name):
+    torch.manual_seed(0)
+    model = make().double()
+    twin = copy.deepcopy(model)
+    step = threepass.ThreePass(model, F.cross_entropy, alpha=0.3, compile=True)
+    x, y = torch.randn(14, 4, 4).double(), torch.randint(3, (4,))
+    for i, rows in enumerate([4, 4, 3, 3, 4, 4, 2, 2, 3, 3, 3, 4, 4, 4]):
+        model.train(i % 4 < 3), twin.train(i % 4 < 3)
+        found = step(x[i, :rows], y[:rows])
+        expected = threepass.three_pass(twin, F.cross_entropy, x[i, :rows], y[:rows], alpha=0.3)
+        assert_close(found.grads, expected.grads, 1e-12)
+        assert_close({name: getattr(model, name)}, {name: getattr(twin, name).detach()}, 1e-12)
+    assert bool(len(step.compiled.programs)) == (make is not Hidden)
+
+
+def test_spectral_norm_by_hooks_is_captured():
+    """Its weight is a view of a parameter at first, and then a tensor of the last forward."""
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(nn.Linear(4, 3)).double(), torch.randn(4, 4).double(), torch.randint(3, (4,))
+    nn.utils.spectral_norm(model[0])
+    twin = copy.deepcopy(model)
+    step = threepass.ThreePass(model, F.cross_entropy, alpha=0.3, compile="require")
+    for _ in range(3):
+        expected = threepass.three_pass(twin, F.cross_entropy, x, y, alpha=0.3)
+        assert_close(step(x, y).grads, expected.grads, 1e-12)
     assert len(step.compiled.programs) == 1
 
 

@@ -163,3 +163,36 @@ def test_gradients_of_a_step_do_not_share_memory_with_grad():
     again = step(X, Y)
     torch.testing.assert_close(model.weight.grad, 2 * again.grads["weight"])
     assert torch.equal(model.bias.grad, again.grads["bias"])
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, u):
+        ctx.mark_dirty(u)
+        return u.mul_(2)
+
+    @staticmethod
+    def backward(ctx, d):
+        return 2 * d
+
+
+class Doubled_(Doubled):  # noqa: N801
+    """As the message of a `Doubled` asks for."""
+
+
+def test_a_function_that_writes_in_place_is_known_by_its_name():
+    class Net(nn.Linear):
+        def forward(self, x):
+            return self.function.apply(super().forward(x))
+
+    torch.manual_seed(0)
+    model, x, y = Net(4, 3).double(), torch.randn(5, 4).double(), torch.randint(3, (5,))
+    model.function = Doubled
+    with pytest.raises(threepass.UnsupportedError, match="rename it to Doubled_, or let it return a new tensor"):
+        threepass.three_pass(model, F.cross_entropy, x, y)
+    model.function = Doubled_
+    found = threepass.three_pass(model, F.cross_entropy, x, y, alpha=0.3)
+    plain = nn.Linear(4, 3).double()
+    plain.load_state_dict(model.state_dict())
+    expected = threepass.three_pass(plain, lambda out, y: F.cross_entropy(2 * out, y), x, y, alpha=0.3)
+    assert torch.allclose(found.grads["weight"], expected.grads["weight"], rtol=1e-12)

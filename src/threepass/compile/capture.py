@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch_compat import tree_leaves
 from ..errors import CaptureError, UncheckedWarning, warn_caller
 from ..tape.replay import is_random_node
 from . import inductor
@@ -56,6 +57,14 @@ class Captured:
     def graph_bytes(self) -> int | None:
         """The memory that belongs to the CUDA graph: everything between its inputs and outputs."""
         return None if self.graph is None else self.graph.bytes
+
+    def overwrites(self, inputs: Any) -> bool:
+        """Whether a tensor in x or y shares memory with one that the program writes to: it reads inputs first."""
+        written = self.program.written
+        if not written:
+            return False
+        leaves = (z for z in tree_leaves(inputs) if isinstance(z, Tensor) and z.layout == torch.strided)
+        return any(z.untyped_storage().data_ptr() in written for z in leaves)
 
     def serves(self, inputs: Sequence[Tensor]) -> bool:
         """Whether a program with dynamic shapes is right for the sizes of these inputs.

@@ -18,8 +18,8 @@ import types
 from collections import defaultdict, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from enum import Enum
-from itertools import chain
-from operator import attrgetter, getitem, is_, itemgetter
+from itertools import chain, starmap
+from operator import attrgetter, getitem, is_, itemgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -46,10 +46,12 @@ _DEEPEST = {False: 2, True: 8}  # objects within objects: all of their attribute
 _METADATA = frozenset(
     ("in_channels", "out_channels", "in_features", "out_features")
 )  # that PyTorch's layers only print
+_REPLACED = (MODULE_MEMBERS[-1], *MODULE_HOOKS)  # dicts of modules, hooks and submodules, that people put others for
 _WALKED = frozenset((*MODULE_HOOKS, *MODULE_MEMBERS, *MODULE_HOOK_FLAGS, *MODULE_OTHERS))
 
 _SHARED = getattr(random.random, "__self__", None)  # the generator of the random module
 _contents = attrgetter("cell_contents")
+_values = methodcaller("values")  # dict.values gives those of an OrderedDict in another order
 _defaults = attrgetter("__defaults__", "__kwdefaults__")
 
 
@@ -124,18 +126,19 @@ class Dependencies:
         self._paths: dict[int, str] = {}  # of what was walked already
         self._alive: list[Any] = []  # and that itself, so that its address stays its own
         self._codes: list[types.CodeType] = []
-        self._restorable: list[tuple[dict[str, Any], dict[str, Any], bool]] = []
+        self._restorable: list[tuple[dict[str, Any], dict[str, Any], set[str] | None]] = []
         self._classes: dict[type, dict[str, Any]] = {}  # what was walked of each class
         self._fields: dict[tuple[str, ...], list[Any]] = defaultdict(list)  # names -> the dicts that have them
         self._slots: dict[tuple[str, ...], list[Any]] = defaultdict(list)
         self._modules: list[nn.Module] = []
         self._sized: list[Any] = []
         self._empty: list[Any] = []
-        self._filled: list[dict[Any, Any]] = []
+        self._filled: list[tuple[dict[str, Any], str]] = []  # a module's attributes, and the name of a dict among them
         self._containers: list[Any] = []
         self._mixed: list[Iterable[Any]] = []  # containers of more than plain values
         self._arrays: list[Any] = []
         self._generators: list[Any] = []
+        self._torch_generators: list[tuple[torch.Generator, Tensor]] = []  # restored; programs do not draw from them
         self._cells: list[Any] = []
         self._functions: list[Any] = []
         self._owners: list[Any] = []  # dicts, and the names in them under which tensors lie
@@ -145,8 +148,9 @@ class Dependencies:
         self.flags = flags()
         for root, value in roots.items():
             self._add(root, value)
-        for name, hooks in zip(MODULE_HOOKS, GLOBAL_HOOKS, strict=True):
-            self._hooks(f"torch.nn.modules.module._global{name}", hooks)
+        hooks = dict(zip(MODULE_HOOKS, GLOBAL_HOOKS, strict=True))
+        for kind in MODULE_HOOKS:
+            self._hooks(f"torch.nn.modules.module._global{kind}", hooks, kind)
 
     def _remember(self) -> None:
         """Records what `hold` compares with."""
@@ -157,8 +161,11 @@ class Dependencies:
         self._values = [[*map(get, owners)] for get, owners in self._groups]
         self._types = [*map(type, self._modules)]
         self._sizes = [*map(len, self._sized)]
+        members = [*starmap(getitem, self._filled)]
+        self._members = [*map(dict, members)]
         self._copies = [*map(_copied, self._containers)]
-        self._identities = [*self._identified()]
+        self._keys = [tuple(z) for z in self._containers if isinstance(z, dict)]
+        self._identities = [*self._identified(members)]
         self._array_contents = [*map(_bytes, self._arrays)]
         self._generator_states = [*map(_state_of, self._generators)]
         self._cell_values = [*map(_contents, self._cells)]
@@ -174,14 +181,17 @@ class Dependencies:
         Comparisons of lists take elements that are the same object for equal without looking at them.
         """
         try:
+            members = [*starmap(getitem, self._filled)]
             return (
                 flags() == self.flags
                 and not any(self._empty)
                 and [*map(len, self._sized)] == self._sizes
                 and [*map(type, self._modules)] == self._types
-                and all(map(is_, self._identified(), self._identities))
+                and members == self._members
+                and all(map(is_, self._identified(members), self._identities))
                 and all([*map(get, owners)] == v for (get, owners), v in zip(self._groups, self._values, strict=True))
                 and self._containers == self._copies
+                and [tuple(z) for z in self._containers if isinstance(z, dict)] == self._keys
                 and [*map(_bytes, self._arrays)] == self._array_contents
                 and [*map(_state_of, self._generators)] == self._generator_states
                 and [*map(_defaults, self._functions)] == self._function_defaults
@@ -191,15 +201,15 @@ class Dependencies:
         except Exception:  # an attribute is gone, or values cannot be compared
             return False
 
-    def _identified(self) -> Iterator[Any]:
-        members = chain.from_iterable(map(dict.values, self._filled))
+    def _identified(self, dicts: Iterable[Any]) -> Iterator[Any]:
+        members = chain.from_iterable(map(_values, dicts))
         elements = chain.from_iterable([*z.values()] if isinstance(z, dict) else z for z in self._mixed)
         return chain(members, map(getitem, self._owners, self._owned), map(_contents, self._cells), elements)
 
     def restore(self) -> None:
         """Puts attributes, closures' variables and the contents of containers back, where they are others now."""
-        for fields, before, whole in self._restorable:
-            for name in [n for n in fields if n not in before and n not in _WALKED] if whole else ():
+        for fields, before, names in self._restorable:
+            for name in [] if names is None else [n for n in fields if n not in names]:
                 del fields[name]
             for name, value in before.items():
                 if fields.get(name, fields) is not value:
@@ -213,6 +223,8 @@ class Dependencies:
                 generator.setstate(state)
             else:
                 generator.bit_generator.state = state
+        for drawn, contents in self._torch_generators:
+            drawn.set_state(contents)
         for cell, value in zip(self._cells, self._cell_values, strict=True):
             cell.cell_contents = value
         for container, contents in zip(self._containers, self._copies, strict=True):
@@ -222,7 +234,7 @@ class Dependencies:
     def _add(self, path: str, value: Any, scope: Scope = WHOLE) -> None:
         """Describes a value under its path."""
         if isinstance(value, PLAIN):
-            self.items[path] = _plain(value)
+            self.items[path] = plain_item(value)
         elif isinstance(value, Tensor):
             self._tensor(path, value)
         elif isinstance(value, tuple) and all(type(v) is int for v in value):
@@ -267,6 +279,9 @@ class Dependencies:
                 self.items[path] = Identity(value)
                 if value.__self__ is not _SHARED:  # `Signature.capturing` looks at that one
                     self._add(f"{path}.__self__", value.__self__, Scope(True, scope.depth))
+            case torch.Generator():
+                self.items[path] = Identity(value)
+                self._torch_generators.append((value, value.get_state()))
             case _ if isinstance(value, random.Random) or _is_numpy_generator(value):
                 self._generators.append(value)
                 self.items[path] = (type(value), f"state {hash(repr(_state_of(value))):x}")
@@ -304,27 +319,28 @@ class Dependencies:
             left_out |= _METADATA
         self._attributes(path, fields, [n for n in fields if n not in left_out], Scope(named), module, whole=True)
         for kind in MODULE_MEMBERS:
-            members = fields[kind]
-            self._entries(members)
-            for name, member in members.items():
+            self._entries(fields, kind)
+            self.items[f"{path}.{kind}"] = tuple(fields[kind])  # their order
+            for name, member in fields[kind].items():
                 self._add(f"{path}.{name}", member)
         for kind in MODULE_HOOKS:
-            self._hooks(f"{path}.{kind.strip('_')}", fields[kind])
+            self._hooks(f"{path}.{kind.strip('_')}", fields, kind)
         flagged = [fields[kind].keys() for kind in MODULE_HOOK_FLAGS if fields[kind]]
         if flagged:
             self.items[f"{path}.hooks"] = tuple(map(tuple, flagged))
 
-    def _hooks(self, path: str, hooks: dict[int, Any]) -> None:
-        self._entries(hooks)
-        for i, hook in enumerate(hooks.values()):
+    def _hooks(self, path: str, fields: dict[str, Any], kind: str) -> None:
+        self._entries(fields, kind)
+        for i, hook in enumerate(fields[kind].values()):
             self._add(f"{path}[{i}]", hook)
             self.items[f"{path}[{i}] itself"] = Identity(hook)
 
-    def _entries(self, entries: dict[Any, Any]) -> None:
-        """A dict whose values are compared by identity."""
-        (self._filled if entries else self._empty).append(entries)
-        if entries:
-            self._sized.append(entries)
+    def _entries(self, fields: dict[str, Any], kind: str) -> None:
+        """A dict of a module, whose values are compared by identity; people also put another dict in its place."""
+        if fields[kind]:
+            self._filled.append((fields, kind))
+        else:
+            self._empty.append(fields[kind])
 
     def _attributes(
         self,
@@ -340,8 +356,7 @@ class Dependencies:
         if whole:
             self._sized.append(fields)
         if isinstance(fields, dict):
-            restored = [name for name in fields if name not in _WALKED] if whole else chosen
-            self._restorable.append((fields, {name: fields[name] for name in restored}, whole))
+            self._restorable.append((fields, {name: fields[name] for name in chosen}, set(fields) if whole else None))
         for name in chosen:
             value = fields[name]
             if isinstance(value, Tensor):
@@ -352,6 +367,8 @@ class Dependencies:
             if module is not None:
                 self.attributes[f"{path}.{name}"] = Attribute(module, name)
             self._add(f"{path}.{name}", value, scope)
+        if module is not None:  # dicts with entries are looked at one by one
+            compared += [kind for kind in _REPLACED if not fields[kind]]
         self._fields[tuple(compared)].append(fields)
 
     def _class(self, cls: type, whole: bool = False) -> bool:
@@ -523,7 +540,8 @@ def _is_watched(value: Any) -> bool:
     return not (isinstance(value, types.FunctionType) and is_library(value.__module__ or ""))
 
 
-def _plain(value: Any) -> Hashable:
+def plain_item(value: Any) -> Hashable:
+    """A number or string, to be compared by type and value; 0.0 is not -0.0."""
     return type(value), value.hex() if isinstance(value, float) else value
 
 

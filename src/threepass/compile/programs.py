@@ -21,6 +21,7 @@ there is one warning, or with `compile="require"` a `CaptureError`.
 """
 
 import logging
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -37,6 +38,7 @@ from .sizes import MAX_DYNAMIC, Family, Sizes
 MAX_PROGRAMS = 16
 ATTEMPTS = 3  # captures that fail, or whose programs are used once, before no more are tried
 COMPILE = (False, True, "require")
+_LOCK = threading.RLock()  # tracing sets switches of the whole process: two threads do not trace at the same time
 log = logging.getLogger("threepass")
 
 
@@ -137,11 +139,24 @@ class Programs(Generic[P]):
         recurring: these inputs are known to come again, so that they are captured at their first call. sizes: of the
         call, where its program may be dynamic.
         """
-        try:
-            key = Key(self.signature.state(), kind, inputs)
-        except CaptureError as error:
-            self.refuse(error)
-            return None
+        with _LOCK:
+            try:
+                key = Key(self.signature.state(), kind, inputs)
+            except CaptureError as error:
+                self.refuse(error)
+                return None
+            entry = self._found(key, make, label, recurring, sizes)
+            return entry.program
+
+    def _found(
+        self,
+        key: Key,
+        make: Callable[[], P],
+        label: Callable[[], str],
+        recurring: bool,
+        sizes: Callable[[], Sizes[P]] | None,
+    ) -> Entry[P]:
+        """The entry of a call, whose program is made now if it is time for that."""
         entry = self._entries.get(key)
         if sizes is not None and (entry is None or entry.program is None):
             dynamic = self._dynamic(key, sizes())
@@ -152,12 +167,12 @@ class Programs(Generic[P]):
         if entry.program is None:
             entry.calls += 1
             if not self._should_capture(entry, recurring):
-                return None
+                return entry
             self._capture(entry, make)
         if entry.program is not None:
             entry.uses += 1
             entry.uses_since_change += 1
-        return entry.program
+        return entry
 
     def _dynamic(self, key: Key, sizes: Sizes[P]) -> Entry[P] | None:
         """The entry of the dynamic program for a call whose sizes have no program, captured now if it is time."""

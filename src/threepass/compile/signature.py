@@ -13,14 +13,14 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .._torch_compat import TreeSpec, tree_flatten
 from ..errors import CaptureError
-from .dependencies import PLAIN, Attribute, Dependencies, TensorItem, in_words
+from .dependencies import PLAIN, Attribute, Dependencies, TensorItem, in_words, plain_item
 
 RECENT = 4  # states that are looked at before the full description is made: training and evaluation take turns
 _, _PAIR = tree_flatten((torch.empty(0), torch.empty(0)))
@@ -46,15 +46,34 @@ class State:
 
     def changes(self, other: "State") -> Iterator[tuple[str, Any, Any]]:
         """(path, value here, value there) of what differs."""
-        for path in {**self.items, **other.items}:
-            ours, theirs = self.items.get(path), other.items.get(path)
-            if ours != theirs:
-                yield path, ours, theirs
+        return _changes(self.items, other.items)
 
     def difference(self, other: "State") -> str:
         """The first thing that differs, in words."""
         path, ours, theirs = next(self.changes(other), ("nothing", None, None))
         return f"{path} ({in_words(ours)}, then {in_words(theirs)})"
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for path in {**before, **after}:
+        ours, theirs = before.get(path), after.get(path)
+        if ours != theirs:
+            yield path, ours, theirs
+
+
+class Overwritten(NamedTuple):
+    """A tensor that a step keeps in an attribute, and what was there before."""
+
+    path: str
+    attribute: Attribute
+    old: Any
+    new: TensorItem
+
+    def is_like_before(self) -> bool:
+        """Whether Python code that looks at the attribute, but not at the tensor's contents, does the same again."""
+        if not isinstance(self.old, TensorItem):
+            return False
+        return (self.old.shape, self.old.dtype, self.old.device) == (self.new.shape, self.new.dtype, self.new.device)
 
 
 class Signature:
@@ -64,12 +83,13 @@ class Signature:
         self._roots: dict[str, Any] = {"model": model, "loss_fn": loss_fn}
         self._recent: list[tuple[Dependencies, State]] = []
         self._ignored: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-        self._overwritten: list[tuple[str, Attribute, TensorItem | None]] = []
+        self._caches: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()  # of them, constants
+        self._overwritten: list[Overwritten] = []  # by the step in the last trace
 
-    def watch(self, name: str, value: Any) -> None:
-        """Makes a further function or value of the user's a part of the state, in place of the one of that name."""
-        if name not in self._roots or self._roots[name] is not value:
-            self._roots[name] = value
+    def watch(self, roots: dict[str, Any]) -> None:
+        """Makes functions and modules of the user's a part of the state, in place of those of the same names."""
+        if any(self._roots.get(name, roots) is not value for name, value in roots.items()):
+            self._roots |= roots
             self._recent.clear()
 
     def state(self) -> State:
@@ -99,46 +119,62 @@ class Signature:
 
         A module may keep a tensor in an attribute, if the step does not read what was there before (see `settle`).
         """
-        dependencies, before = self._described()
+        dependencies = Dependencies(self._roots, {})
         drawn = _random_numbers()
+        self._overwritten.clear()
         yield
         if _random_numbers() != drawn:
             raise CaptureError(
                 "the step draws numbers from Python's random module or numpy.random, which a captured program would "
                 "not draw again. Draw them by torch, as in torch.rand(()), and use torch.where instead of a branch"
             )
-        _, after = self._described()
-        for path, old, new in before.changes(after):
-            if (
-                isinstance(new, TensorItem)
-                and path in dependencies.attributes
-                and (isinstance(old, TensorItem) or _none(old))
-            ):
-                self._overwritten.append(
-                    (path, dependencies.attributes[path], old if isinstance(old, TensorItem) else None)
-                )
-            else:
-                raise UnsettledError(
-                    f"the step itself changes {path} (from {in_words(old)} to {in_words(new)}), which a captured "
-                    "program would not repeat. Keep numbers that change in a buffer and write to it in place, or "
-                    "change them outside of the model and the loss"
-                )
+        after = Dependencies(self._roots, {}).items  # whose shapes may have symbols
+        for path, old, new in _changes(dependencies.items, after):
+            is_tensor = isinstance(new, TensorItem) and (isinstance(old, TensorItem) or _none(old))
+            if not (is_tensor and path in dependencies.attributes):
+                raise _unsettled(path, old, new)
+            self._overwritten.append(Overwritten(path, dependencies.attributes[path], old, new))
 
-    def settle(self, state: Sequence[Tensor]) -> None:
+    @property
+    def overwritten(self) -> list[Attribute]:
+        """Where the step that was traced last keeps tensors."""
+        return [each.attribute for each in self._overwritten]
+
+    def settle(self, state: Sequence[Tensor], are_constant: Sequence[bool] = ()) -> None:
         """After a capture whose program reads the tensors `state`: what it overwrites and does not read counts no more.
 
-        Raises if it reads a tensor that the step replaces by another one.
+        Raises if the next call could find another shape there, or read it. are_constant: whether the tensors that the
+        step keeps, in their order, depend on nothing but sizes, as a mask does: the program then computes the same.
         """
         read = {z.data_ptr() for z in state if z.numel()}
-        overwritten, self._overwritten = self._overwritten, []
-        for path, (module, name), old in overwritten:
-            if old is not None and old.pointer in read:
-                raise CaptureError(
-                    f"the step reads {path} and replaces it by another tensor; register it as a buffer, and write to "
-                    "it in place"
-                )
+        overwritten = [*zip(self._overwritten, are_constant or [False] * len(self._overwritten), strict=True)]
+        for each, is_constant in overwritten:
+            module, name = each.attribute
+            if isinstance(each.old, TensorItem) and each.old.pointer in read:
+                raise self._reads(each.path, each.old.pointer)
+            if not (name in self._ignored.get(module, ()) or is_constant or each.is_like_before()):
+                raise _unsettled(each.path, each.old, each.new)
+        for module, names in self._ignored.items():
+            for name in names - self._caches.get(module, set()):
+                value = vars(module).get(name)
+                if isinstance(value, Tensor) and value.data_ptr() in read:
+                    raise self._reads(f"{type(module).__name__}.{name}", value.data_ptr())
+        for each, is_constant in overwritten:
+            module, name = each.attribute
             self._ignored.setdefault(module, set()).add(name)
+            caches = self._caches.setdefault(module, set())
+            (caches.add if is_constant else caches.discard)(name)
             self._recent.clear()
+
+    def _reads(self, path: str, pointer: int | None) -> CaptureError:
+        """The error for a step that reads a tensor which it, or another call of it, replaces."""
+        roots = [root for root in self._roots.values() if isinstance(root, nn.Module)]
+        registered = {z.data_ptr() for root in roots for z in (*root.parameters(), *root.buffers())}
+        kind = UnsettledError if pointer in registered else CaptureError  # at first it is a view of a parameter
+        return kind(
+            f"the step reads {path} and replaces it by another tensor; register it as a buffer, and write to it in "
+            "place"
+        )
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -171,6 +207,14 @@ def _none(item: Any) -> bool:
     return item is None or item == (type(None), None)
 
 
+def _unsettled(path: str, old: Any, new: Any) -> UnsettledError:
+    return UnsettledError(
+        f"the step itself changes {path} (from {in_words(old)} to {in_words(new)}), which a captured program would not "
+        "repeat. Keep numbers that change in a buffer and write to it in place, or change them outside of the model "
+        "and the loss"
+    )
+
+
 def flattened(x: Any, y: Any) -> tuple[list[Any], TreeSpec]:
     """The leaves of x and y, tensors without gaps in memory, and their structure.
 
@@ -191,7 +235,7 @@ def flattened(x: Any, y: Any) -> tuple[list[Any], TreeSpec]:
 def input_signature(flat: list[Any]) -> tuple[Hashable, ...]:
     """What a program depends on of the leaves of x and y."""
     return tuple([
-        (type(z), z.shape, z.stride(), z.dtype, z.device, z.is_inference()) if isinstance(z, Tensor) else (type(z), z)
+        (type(z), z.shape, z.stride(), z.dtype, z.device, z.is_inference()) if isinstance(z, Tensor) else plain_item(z)
         for z in flat
     ])  # fmt: skip
 
@@ -204,5 +248,7 @@ def _dense(z: Tensor) -> Tensor:
             "program passes no gradient on to them. Compute it inside the model, or pass z.detach() if no gradient is "
             "wanted there"
         )
+    if z.layout != torch.strided:
+        raise CaptureError(f"x or y contains a tensor of layout {z.layout}; only dense tensors can be captured")
     nhwc = z.dim() == 4 and z.is_contiguous(memory_format=torch.channels_last)
     return z if z.is_contiguous() or nhwc else z.contiguous()

@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from .dependencies import plain_item
 from .dynamic import Dimensions
 
 P = TypeVar("P")
@@ -54,7 +55,7 @@ class Family(Generic[P]):
 
 def layout_of(flat: list[Any]) -> tuple[Hashable, ...]:
     """An input signature without sizes: tensors are contiguous or channels_last."""
-    return tuple(_layout(z) if isinstance(z, Tensor) else (type(z), z) for z in flat)
+    return tuple(_layout(z) if isinstance(z, Tensor) else plain_item(z) for z in flat)
 
 
 def _layout(z: Tensor) -> tuple[Hashable, ...]:

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from .._torch_compat import TreeSpec, foreach_add_, has_gradient_hooks, tree_flatten, tree_map, tree_unflatten
+from .._torch_compat import (
+    TreeSpec,
+    foreach_add_,
+    has_gradient_hooks,
+    number_of_dispatch_modes,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
 from ..core import engine, gradient_loss
 from ..core.engine import Result, Task
 from ..core.gradient_loss import GradientOptions, GradientResult
@@ -28,7 +36,7 @@ from ..rules.sync_batch_norm import has_synchronized_norm
 from ..tape.state import unchanged_on_error
 from .capture import Captured, capture
 from .cuda_graph import CudaGraph
-from .dependencies import PLAIN
+from .dependencies import PLAIN, Attribute
 from .dynamic import Dimensions
 from .programs import Programs
 from .signature import Signature, flattened, input_signature
@@ -45,7 +53,7 @@ class Call:
     passes: Callable[[Any, Any, tuple[Tensor, Tensor], Tensor], AnyResult]  # of x, y, the terms' weights and the seed
     kind: tuple[Hashable, ...]
     label: str
-    watched: tuple[str, Any]  # a function of the user's besides the loss, with its name
+    watched: dict[str, Any]  # the model, the loss, and other functions of the user's, by their names
     weights: tuple[float, float] = (1.0, 1.0)  # of the two terms, (back, third)
     has_terms: bool = False  # the gradients are back * one term + third * another
 
@@ -61,7 +69,8 @@ def three_pass_call(model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], opt
         options.ranks, options.back > 0, third, options.strength is None,
     )  # fmt: skip
     label = f"{options.mode} mode{'' if third else ' without the third pass'}"
-    return Call(passes, kind, label, ("penalty", options.penalty), (options.back, options.third), third)
+    watched = {"model": model, "loss_fn": loss_fn, "penalty": options.penalty}
+    return Call(passes, kind, label, watched, (options.back, options.third), third)
 
 
 def gradient_call(model: nn.Module, loss_fn: Callable[[Any, Any, Any], Tensor], options: GradientOptions) -> Call:
@@ -69,7 +78,7 @@ def gradient_call(model: nn.Module, loss_fn: Callable[[Any, Any, Any], Tensor], 
         return gradient_loss.run(Task(model, loss_fn, x, y), options, seed=seed)
 
     kind = (options.wrt, options.input_at, options.separate)
-    return Call(passes, kind, "gradient step", ("value_fn", options.value_fn))
+    return Call(passes, kind, "gradient step", {"model": model, "loss_fn": loss_fn, "value_fn": options.value_fn})
 
 
 @dataclass
@@ -87,6 +96,7 @@ class Step:
     dicts: list[str]  # the fields of the result with gradients by name, which follow in the outputs
     leaves: list[Any]  # of the rest of the result; a `_Place` is an index into the outputs that remain
     spec: TreeSpec
+    kept: list[Attribute]  # attributes of modules that hold a tensor of the last forward: the last outputs
     graph_memory: set[int]
 
     @property
@@ -111,6 +121,8 @@ class Step:
         starts = range(count, (len(self.dicts) + 1) * count, count)
         named = [dict(zip(self.names, outputs[i : i + count], strict=True)) for i in starts]
         rest = outputs[(len(self.dicts) + 1) * count :]
+        for (module, name), z in zip(reversed(self.kept), reversed(rest), strict=False):
+            vars(module)[name] = z.clone() if static else z
         found = [rest[leaf.place] if isinstance(leaf, _Place) else leaf for leaf in self.leaves]
         others = tree_unflatten(found, self.spec)
         if static:  # copies of what people keep from call to call; input_grad and grads stay in the graph's memory
@@ -127,7 +139,8 @@ class Step:
 
     @torch.no_grad()
     def _add(self, grads: Sequence[Tensor]) -> None:
-        if has_gradient_hooks(self.parameters):
+        is_sparse = any(p.grad is not None and p.grad.is_sparse for p in self.parameters)
+        if is_sparse or has_gradient_hooks(self.parameters):
             with torch.enable_grad():
                 torch.autograd.backward(self.parameters, [g.clone() for g in grads])
             return
@@ -236,19 +249,14 @@ class CompiledSteps:
     ) -> Any:
         """The step after so many calls, added to `p.grad` if `add`; `eager` runs it where there is no program."""
         step = None
+        self.model, self.loss_fn = call.watched["model"], call.watched["loss_fn"]  # attributes of the step: may change
         try:
-            if is_fully_sharded(self.model):
-                raise CaptureError("fully_shard gathers parameters and reduces gradients in hooks")
-            if has_synchronized_norm(self.model):
-                raise CaptureError(
-                    "SyncBatchNorm exchanges sums between the ranks in every pass; a rank that captures a program runs "
-                    "the passes more often than the others, which would then wait for each other"
-                )
+            self._refuse_surroundings()
             flat, spec = flattened(x, y)
         except CaptureError as error:
             self.programs.refuse(error)
         else:
-            self.programs.signature.watch(*call.watched)
+            self.programs.signature.watch(call.watched)
             step = self.programs.find(
                 (spec, *call.kind),
                 input_signature(flat),
@@ -256,12 +264,30 @@ class CompiledSteps:
                 lambda: f"{call.label}, {inputs_in_words(flat)}",
                 sizes=lambda: self._sizes(flat, spec, call),
             )
+            if step is not None and step.captured.overwrites((x, y)):
+                self.programs.refuse(
+                    CaptureError("x or y shares memory with a buffer that the step writes to; pass a clone() of it"),
+                    "shared memory",
+                )
+                step = None
         if step is None:
             return self.programs.eagerly(eager, next(self.model.parameters()).device)
         with torch.inference_mode(False):
             tensors = [z for z in flat if isinstance(z, Tensor)]
             seed = self._seed_for(step.captured.program, calls)
             return step(self._weights_of(call.weights), seed, tensors, scaler, add)
+
+    def _refuse_surroundings(self) -> None:
+        """Raises where a program cannot do what an eager step does."""
+        if is_fully_sharded(self.model):
+            raise CaptureError("fully_shard gathers parameters and reduces gradients in hooks")
+        if has_synchronized_norm(self.model):
+            raise CaptureError(
+                "SyncBatchNorm exchanges sums between the ranks in every pass; a rank that captures a program runs "
+                "the passes more often than the others, which would then wait for each other"
+            )
+        if number_of_dispatch_modes():
+            raise CaptureError("a TorchDispatchMode is active, which would not see the operations of a compiled step")
 
     def _sizes(self, flat: list[Any], spec: TreeSpec, call: Call) -> Sizes[Step]:
         tensors = [z for z in flat if isinstance(z, Tensor)]
@@ -337,6 +363,7 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call, 
     outputs: list[str] = []
     leaves: list[Any] = []
     made: list[Any] = []
+    kept: list[Attribute] = []
     check_model(model)
     named = dict(model.named_parameters())
 
@@ -356,7 +383,9 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call, 
         names[:], made[:] = r.grads, [type(r), dicts, result_spec]
         outputs[:] = [f"the gradient of {n}" for _ in ("grads", *dicts) for n in names]
         leaves[:] = [_Place(next(places)) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in found]
-        return [*grads, *(results[name][n] for name in dicts for n in names), *others]
+        kept[:] = signature.overwritten
+        last = [vars(module)[name].detach() for module, name in kept]
+        return [*grads, *(results[name][n] for name in dicts for n in names), *others, *last]
 
     weights, seed = steps._weights_of(call.weights), steps._seed_for(None, 0)
     inputs = [weights, seed, *(z for z in flat if isinstance(z, Tensor))]
@@ -364,9 +393,10 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call, 
     pool = None if steps._newest is None else steps._newest.pool
     terms = weights if call.has_terms else None
     captured = capture(step, inputs, restore=restore, weights=terms, pool=pool, varying=varying, names=outputs)
-    signature.settle(captured.program.state)
+    signature.settle(captured.program.state, captured.program.are_constant(len(kept)))
     kind, dicts, result_spec = made
-    return Step(captured, [named[n] for n in names], names, kind, dicts, leaves, result_spec, steps._graph_memory)
+    trained = [named[n] for n in names]
+    return Step(captured, trained, names, kind, dicts, leaves, result_spec, kept, steps._graph_memory)
 
 
 def laid_out(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> list[Tensor]:
@@ -388,4 +418,5 @@ def _restored(model: nn.Module, loss_fn: Any, signature: Signature) -> Iterator[
         yield
     with torch.no_grad():
         for p, contents in frozen:
-            p.copy_(contents)
+            if not torch.equal(p, contents):  # elements of an expanded one share memory, so that copy_ refuses it
+                p.copy_(contents)

@@ -7,12 +7,14 @@ inputs of it, so that it sees them as they are at each call and may write to the
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import make_fx
+from ..errors import CaptureError
 from ..kernels.fusible import one_node_each
 from . import rewrite
 from .dynamic import SymbolicInputs
@@ -25,6 +27,10 @@ Fn = Callable[..., Sequence[Tensor]]
 
 _aten = torch.ops.aten
 
+_OF_SIZES = {
+    _aten.sym_size.int, _aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default,
+    _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default,
+}  # fmt: skip
 _VIEWS = {_aten.detach.default, _aten.alias.default}
 
 
@@ -45,11 +51,25 @@ class Program:
     ):
         self.graph, self.plain, self.state, self.draws, self.symbolic = graph, plain, state, draws, symbolic
         self.trace_seconds = self.rewrite_seconds = 0.0
+        self.written = {  # the storages of tensors of `state` that the program writes to
+            z.untyped_storage().data_ptr()
+            for z, node in zip(state, plain.graph.find_nodes(op="placeholder"), strict=False)
+            if any(user.target is _aten.copy_.default and user.args[0] is node for user in node.users)
+        }
         self.is_seeded = any(node.target is torch.ops.threepass.seeds.default for node in plain.graph.nodes)
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         with torch.no_grad():
             return list(self.graph(*self.state, *inputs))
+
+    def are_constant(self, count: int) -> list[bool]:
+        """Of the last outputs: whether they depend on no contents of an input or of `state`, but on sizes at most."""
+        dependent: set[Node] = set()
+        for node in self.plain.graph.nodes:
+            if node.op == "placeholder" or (node.target not in _OF_SIZES and dependent & {*node.all_input_nodes}):
+                dependent.add(node)
+        outputs: Any = self.plain.graph.output_node().args[0]
+        return [z not in dependent for z in outputs[len(outputs) - count :]]
 
 
 def trace(fn: Fn, inputs: Sequence[Tensor], kernels: bool = True, symbolic: SymbolicInputs | None = None) -> Program:
@@ -100,6 +120,12 @@ def _lift(graph: GraphModule) -> list[Tensor]:
         if node.op != "get_attr":
             continue
         value = getattr(graph, node.target)
+        if isinstance(value, torch.Generator):
+            raise CaptureError(
+                "the step draws random numbers from a torch.Generator, and a captured program computes them from one "
+                "seed per call. Leave generator= out, so that torch.manual_seed determines them, or draw them outside "
+                "of the model and the loss, and pass them in x or y"
+            )
         if id(value) not in lifted:
             with graph.graph.inserting_before(first):
                 lifted[id(value)] = graph.graph.placeholder(f"state_{len(state)}")

@@ -310,7 +310,7 @@ class Record(ActivityTracker):
         op = Operation(func, recorded, spec, known, weights, module, autocast, rng, rule, written)
         if written and not writes and any(i in written for i, _ in (*active, *weights)):
             reason = "writes to its arguments in place, which its name does not say"
-            self.problem(op.name, reason, "end its name with an underscore")
+            self.problem(op.name, reason, f"rename it to {op.name}_, or let it return a new tensor instead")
         self._append(op, outputs, tap)
         return out
 

@@ -45,13 +45,17 @@ def _draws(mode: Any) -> int:
 
 
 def is_random_node(node: Any) -> bool:
-    """Whether a node of a graph draws random numbers; attention does so only with a dropout of more than zero."""
+    """Whether a node of a graph draws random numbers.
+
+    Attention does so only with a dropout of more than zero, rrelu only in training mode.
+    """
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     arguments = arguments_of(node.target)
-    given = dict(zip((argument.name for argument in arguments), node.args, strict=False)) | node.kwargs
-    drops = [given.get(argument.name, argument.default_value) for argument in arguments if "dropout" in argument.name]
-    return not drops or any(drops)
+    given = {argument.name: argument.default_value for argument in arguments}
+    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
+    conditions = [value for name, value in given.items() if "dropout" in name or name == "training"]
+    return not conditions or any(conditions)
 
 
 def has_conditions(func: Callable[..., Any], autocast: tuple[str, bool, torch.dtype], rng: list[Tensor] | None) -> bool:

@@ -86,7 +86,7 @@ class Trainer:
         else:
             recorder = Recorder(self.device, self.model, self.objective.loss_fn, self.config.compile == "require")
             self.programs = recorder.programs
-            self.programs.signature.watch("penalty", self.objective.penalty)
+            self.programs.signature.watch({"penalty": self.objective.penalty})
             self.steps = CapturedSteps(*parts, recorder=recorder)
             self.evaluate = CapturedValidation(*measured, recorder=recorder)
 
