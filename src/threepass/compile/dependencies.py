@@ -164,7 +164,8 @@ class Dependencies:
         members = [*starmap(getitem, self._filled)]
         self._members = [*map(dict, members)]
         self._copies = [*map(_copied, self._containers)]
-        self._keys = [tuple(z) for z in self._containers if isinstance(z, dict)]
+        self._dicts = [z for z in self._containers if isinstance(z, dict)]
+        self._keys = [*map(tuple, self._dicts)]
         self._identities = [*self._identified(members)]
         self._array_contents = [*map(_bytes, self._arrays)]
         self._generator_states = [*map(_state_of, self._generators)]
@@ -191,7 +192,7 @@ class Dependencies:
                 and all(map(is_, self._identified(members), self._identities))
                 and all([*map(get, owners)] == v for (get, owners), v in zip(self._groups, self._values, strict=True))
                 and self._containers == self._copies
-                and [tuple(z) for z in self._containers if isinstance(z, dict)] == self._keys
+                and [*map(tuple, self._dicts)] == self._keys
                 and [*map(_bytes, self._arrays)] == self._array_contents
                 and [*map(_state_of, self._generators)] == self._generator_states
                 and [*map(_defaults, self._functions)] == self._function_defaults

@@ -190,14 +190,14 @@ def _set(name: str, values: list[tuple[dict[str, Any], Any]]) -> Iterator[None]:
 class _Changing:
     """Stands in a trace for an object that changes from call to call: whoever reads it gets an error that says so."""
 
-    __slots__ = ("_name",)
+    __slots__ = ("subject",)
 
     def __init__(self, name: str):
-        self._name = name
+        self.subject = name
 
     def __getattr__(self, name: str) -> NoReturn:
         raise CaptureError(
-            f"training_step reads {self._name}{name and '.'}{name}, which may be different at the next call. Keep what "
+            f"training_step reads {self.subject}{name and '.'}{name}, which may be different at the next call. Keep what "
             "changes in a buffer of the module and write to it in place, in on_train_batch_start for example"
         )
 
