@@ -197,8 +197,8 @@ class _Changing:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise CaptureError(
-            f"training_step reads {self.subject}{name and '.'}{name}, which may be different at the next call. Keep what "
-            "changes in a buffer of the module and write to it in place, in on_train_batch_start for example"
+            f"training_step reads {self.subject}{name and '.'}{name}, which may be different at the next call. Keep "
+            "what changes in a buffer of the module and write to it in place, in on_train_batch_start for example"
         )
 
 
