@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import threepass
+from threepass.bench.nets import recompute_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning", "ignore::DeprecationWarning")
 
@@ -112,7 +113,7 @@ def checkpointed(name: str, reentrant: bool):
     model = getattr(model, "model", model) if name == "llama_mask" else model
     model.config.use_cache = False
     expected = copy.deepcopy(model).train()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    recompute_layers(model, reentrant)
     return model.train(), expected, rest
 
 

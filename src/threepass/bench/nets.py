@@ -185,12 +185,19 @@ class Checkpointed(nn.Module):
 def with_checkpointing(model: nn.Module) -> nn.Module:
     """The model with activation checkpointing around each of its blocks."""
     if isinstance(model, GPT2):
-        model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_layers(model.model)
     elif isinstance(getattr(model, "blocks", None), nn.Sequential):
         model.blocks = nn.Sequential(*map(Checkpointed, model.blocks))  # type: ignore[arg-type]
     else:
         raise ValueError("checkpointing needs a model with its blocks in `model.blocks`, an nn.Sequential")
     return model
+
+
+def recompute_layers(model: nn.Module, reentrant: bool = False) -> None:
+    """Switches on the activation checkpointing of a Hugging Face model; its method has a new name since 5.23."""
+    new = hasattr(model, "activation_checkpointing_enable")
+    enable: Any = model.activation_checkpointing_enable if new else model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
 
 
 class Autocast(nn.Module):
