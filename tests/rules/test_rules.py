@@ -349,3 +349,35 @@ def test_numbers_that_multiply_constants_under_a_dispatch_mode(name, graph_only)
         assert_close(threepass.three_pass(model, F.cross_entropy, x, y).grads, expected.grads, 1e-13)
     step = threepass.ThreePass(model, F.cross_entropy, compile="require")
     assert_close(step(x, y).grads, expected.grads, 1e-12)
+
+
+class StridedPointwise(TorchDispatchMode):
+    """Counts weight gradients of 1 x 1 convolutions with a stride, for which oneDNN may write outside its memory."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.convolution_backward.default and args[10][1]:
+            self.calls += args[2].shape[2:].numel() == 1 and max(args[4]) > 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+@pytest.mark.parametrize("shape", [(5, 6), (7,), (4, 3, 5)], ids=str)
+def test_strided_pointwise_convolutions_of_few_channels_avoid_onednns_gradient(shape, mode):
+    conv = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[len(shape)]
+    torch.manual_seed(0)
+    model = nn.Sequential(conv(3, 4, 1, stride=2), nn.GELU(), conv(4, 6, 1, stride=(1, 2, 2)[: len(shape)], groups=2))
+    x = torch.randn(2, 3, *shape)
+    if len(shape) == 2:
+        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+
+    def loss_fn(output, _):
+        return output.square().mean()
+
+    with StridedPointwise() as counter:
+        got = threepass.three_pass(model, loss_fn, x, None, mode=mode, separate=True)
+    assert counter.calls == 0
+    expected = threepass.three_pass(model.double(), loss_fn, x.double(), None, mode=mode, separate=True)
+    assert_close(got.third_grads, expected.third_grads, 1e-4)
+    assert_close(got.backprop_grads, expected.backprop_grads, 1e-5)

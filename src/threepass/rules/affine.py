@@ -119,16 +119,35 @@ def _convolution(u, a, weight, bias, how: Geometry) -> Linearization | None:
     def backward(d: Tensor, s: Tensor, *mask: bool) -> tuple[Tensor, ...]:
         return _aten.convolution_backward.default(d, s, w, None, *how, mask)
 
+    def weight_gradient(d: Tensor, s: Tensor) -> Tensor:
+        mask = (False, True, False)
+        if not _overruns_memory(w, how):
+            return backward(d, s, *mask)[1]
+        s = s[(slice(None), slice(None), *(slice(None, None, step) for step in how.stride))]
+        unit = how._replace(stride=[1] * len(how.stride))
+        return _aten.convolution_backward.default(d, s, w, None, *unit, mask)[1]
+
     return Linearization(
         signal=signal,
         tangent=lambda t: as_dtype(t, dtype),
         push=lambda s: torch.convolution(s, w, None, *how),
         mix=lambda m, back: torch.convolution(as_dtype(m, dtype), w, _times(back, bias, dtype), *how),
         pull=lambda d: as_dtype(backward(d, signal, True, False, False)[0], a.dtype),
-        grad={weight: lambda d, s: backward(d, s, False, True, False)[1]},
+        grad={weight: weight_gradient},
         add={} if bias is None else {bias: lambda d: d.sum([0, *range(2, d.dim())])},
         cheap=lambda: conv_kernels.pays(signal, w, u, how),
     )
+
+
+def _overruns_memory(w: Tensor, how: Geometry) -> bool:
+    """Whether the weight gradient is one for which oneDNN writes outside its memory, if tensors are in channels_last.
+
+    It is that of a 1 x 1 convolution with stride and few input channels, in float32 (oneDNN issue 6035, seen in torch
+    2.13 and 2.14). Only the pixels that the stride meets count there, so it is taken of those, without a stride.
+    """
+    few = w.device.type == "cpu" and w.dtype == torch.float32 and w.shape[1] < 16
+    pointwise = all(size == 1 for size in w.shape[2:]) and not any(how.padding) and not how.transposed
+    return few and pointwise and any(step > 1 for step in how.stride)
 
 
 def _times(back, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
