@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ TEXTS = ["what is a cat", "who was it", "where do cats live", "how many are ther
 def importable(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     yield
-    for name in ("tasks", "methods"):
+    for name in ("tasks", "methods", "tables"):
         sys.modules.pop(name, None)
 
 
@@ -103,3 +104,35 @@ def test_cell_is_searched_then_run_with_three_seeds_and_never_twice(encoder, dat
     assert set(runs[0]["test"]) == {"clean", "words left out", "typos", "embedding noise"}
     main([str(w) for w in words])
     assert len(out.read_text().splitlines()) == len(runs)
+
+
+def test_the_example_trains_the_encoder_in_both_ways(encoder, data, capsys):
+    example = runpy.run_path(str(FOLDER.parents[1] / "examples" / "09_fine_tune.py"))
+    files = ["--data", str(data / "trec.train.txt"), "--test", str(data / "trec.test.txt"), "--model", str(encoder)]
+    example["main"]([*files, "--steps", "60", "--length", "8", "--lr", "0.02", "--device", "cpu", "--strength", "0.1"])
+    two, three = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"two passes: 100.0 % of the test set is classified correctly", two)
+    assert re.fullmatch(r"three passes, strength 0.1: 100.0 % of the test set is classified correctly", three)
+
+
+def test_tables_take_differences_between_runs_of_the_same_seed(tmp_path):
+    import tables
+
+    def line(method, seed, clean, value=0.0, longer=1):
+        test = dict.fromkeys(tables.UNDER, clean)
+        key = {"task": "trec", "size": "100", "method": method, "longer": longer, "rate": 1e-4, "value": value}
+        return json.dumps(key | {"seed": seed, "test": test})
+
+    lines = [line("plain", tables.SEARCH, 10.0), *(line("plain", s, 80.0 + s) for s in range(3))]
+    lines += [*(line("exact", s, 82.0 + s + 0.1 * s, 10.0) for s in range(3)), line("plain", 0, 79.0, longer=2)]
+    (tmp_path / "runs.jsonl").write_text("\n".join(lines) + "\n")
+    records = tables.read(tmp_path / "runs.jsonl")
+    page = tables.fill("a\n<!-- overall -->\n<!-- end -->\nb\n<!-- details -->\nold\n<!-- end -->\n", records)
+    assert "| three passes, exact | **+2.1** (+1.9 to +2.3) |" in page
+    assert "| plain, 2x the steps | -1.0 | -1.0 | -1.0 | -1.0 | 1 |" in page
+    assert "| three passes, exact | 0.0001, 10 | 83.1 (**+2.1**) |" in page
+    assert "| plain | 0.0001 | 81.0 |" in page
+    assert "old" not in page
+    assert tables.fill(page, records) == page
+    with pytest.raises(ValueError, match="the page has no mark <!-- overall -->"):
+        tables.fill("nothing", records)
