@@ -434,7 +434,7 @@ def bench(
         suite: instead of one model, the list of the README: gpu or cpu; or large: resnet50, vit, gpt2 and convnext, of
             the sizes that people train. What large has already written is not measured again.
         nets: of the suite large, these alone.
-        prepare: of the suite large, compile and check, without times: for a GPU that others use.
+        prepare: of a suite, only compile, without times, into the caches on disk: for a GPU that others use.
         minutes: of the suite large, stop then, with what is done.
         scaling: instead of one model, sweeps: depth, width, batch, image.
         out: write a JSON file; of a suite or sweep, the folder; default there: results/bench, and below it large for
@@ -456,7 +456,7 @@ def bench(
         folder = out or Path("results/bench/large")
         large(_words(nets), folder, case.checkpointing, prepare, minutes, case.device)
     elif suite is not None or scaling:
-        _measure_many(suite, _words(scaling), case, out or Path("results/bench"))
+        _measure_many(suite, prepare, _words(scaling), case, out or Path("results/bench"))
     else:
         report = run(case)
         print(tables.text(report))
@@ -465,13 +465,15 @@ def bench(
             out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-def _measure_many(suite: str | None, scaling: Sequence[str], case: "Case", folder: Path) -> None:
+def _measure_many(suite: str | None, prepare: bool, scaling: Sequence[str], case: "Case", folder: Path) -> None:
     from .bench import page
     from .bench.scaling import scaling as sweep
     from .bench.suite import suite as run_suite
 
     if suite is not None:
-        run_suite(suite, folder)
+        run_suite(suite, folder, prepare)
+    if prepare:
+        return
     if scaling:
         shared = ("precision", "eager", "best", "rounds", "device", "threads")
         sweep(scaling, type(case)(**{name: getattr(case, name) for name in shared}), folder)

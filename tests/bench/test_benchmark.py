@@ -279,6 +279,21 @@ def test_a_crash_costs_one_result(together, tmp_path, monkeypatch, capsys):
     assert len(tables.reports(tmp_path / "out")) == 2
 
 
+@pytest.mark.slow
+def test_prepared_cases_are_in_the_cache_and_crashes_are_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "nets.py").write_text(NETS)
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH"), "src"])])
+    )
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    one = Case("mlp", {"sizes": (48, 8, 10)}, image=4, batch=4, device="cpu", methods=("sam",))
+    suite.prepare_all({"one": one, "bad": Case("nets:crashing", device="cpu", methods=("plain",))}, processes=1)
+    done, bad = capsys.readouterr().out.splitlines()
+    assert done.startswith("one, sam: done, ")
+    assert bad.startswith("bad, plain: exit code 7, ")
+    assert any((tmp_path / "cache").rglob("*.py"))
+
+
 def test_exponents_and_the_page(tmp_path, monkeypatch):
     """Sweeps whose cases cost size^2 for plain and twice that for paper; one case has failed."""
 

@@ -155,6 +155,16 @@ def run(case: Case) -> dict[str, Any]:
     }
 
 
+def compile_only(case: Case) -> None:
+    """Compiles the best forms of the case's methods: later processes find them in the compilers' caches on disk."""
+    methods, case = case.methods, case.settled()  # which would add plain training
+    with settings(case), warnings.catch_warnings():
+        warnings.simplefilter("ignore", NormalizationWarning)
+        model, batch = case.make()
+        for method in methods:
+            best(method, model, batch)
+
+
 Forms = dict[tuple[str, str], Form]
 
 

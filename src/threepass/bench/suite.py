@@ -1,10 +1,13 @@
 """Many cases, in processes of their own, each written as soon as it is done."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +41,30 @@ SUITES = {
 }
 
 
-def suite(which: str, out: Path) -> list[Path]:
-    """The README's list for a machine; returns the files."""
+def suite(which: str, out: Path, prepare: bool = False) -> list[Path]:
+    """The README's list for a machine; returns the files. prepare: only compiles, see `prepare_all`."""
     if which not in SUITES:
         raise ValueError(f"suite must be one of {', '.join(SUITES)}, got {which!r}")
-    return run_all({slug(case): case for case in SUITES[which]}, out)
+    cases = {slug(case): case for case in SUITES[which]}
+    if prepare:
+        prepare_all(cases)
+        return []
+    return run_all(cases, out)
+
+
+def prepare_all(cases: Mapping[str, Case], processes: int | None = None) -> None:
+    """Compiles every method of every case into the caches on disk, several at a time, and measures nothing."""
+    jobs = [(name, method, replace(case, methods=(method,))) for name, case in cases.items() for method in case.methods]
+
+    def job(name: str, method: str, case: Case) -> str:
+        began = time.monotonic()
+        command = [sys.executable, "-m", "threepass.bench.worker", json.dumps({name: asdict(case)})]
+        words = last_words(command, PATIENCE) or "done"
+        return f"{name}, {method}: {words}, {time.monotonic() - began:.0f} s"
+
+    with ThreadPoolExecutor(processes or max(1, (os.cpu_count() or 1) - 2)) as pool:
+        for line in pool.map(lambda each: job(*each), jobs):
+            print(line, flush=True)
 
 
 def run_all(cases: Mapping[str, Case], out: Path, together: bool = False) -> list[Path]:

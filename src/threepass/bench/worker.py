@@ -1,6 +1,7 @@
 """Cases in a process of their own, so that a crash costs one result: `python -m threepass.bench.worker CASES OUT`.
 
-CASES: an object of names and cases, as JSON. Each is written to OUT/NAME.json as soon as it is done.
+CASES: an object of names and cases, as JSON. Each is written to OUT/NAME.json as soon as it is done. Without OUT, what
+the cases need is compiled into the caches on disk, and nothing is measured.
 """
 
 import gc
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .case import Case, run
+from .case import Case, compile_only, run
 
 
 def to_json(case: Case) -> str:
@@ -32,9 +33,12 @@ def write(out: Path, name: str, report: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    described, out = sys.argv[1:]
+    described, *out = sys.argv[1:]
     for name, values in json.loads(described).items():
-        write(Path(out), name, run(_of(values)))
+        if out:
+            write(Path(out[0]), name, run(_of(values)))
+        else:
+            compile_only(_of(values))
         torch.compiler.reset()
         gc.collect()
         if torch.cuda.is_available():
