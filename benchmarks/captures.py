@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from threepass.compile import check as checking  # noqa: E402
 from threepass.compile.capture import capture  # noqa: E402
+from threepass.compile.check import Outputs  # noqa: E402
 from threepass.core.engine import Task, run  # noqa: E402
 from threepass.core.options import Options  # noqa: E402
 from threepass.errors import CaptureError  # noqa: E402
@@ -98,6 +99,7 @@ def in_processes(args: argparse.Namespace, known: list[dict]) -> list[dict]:
                 if process.returncode and time.monotonic() <= end:
                     rows.append({"net": net, "checks": [], "failed": f"exit status {process.returncode}"})
                 part.unlink(missing_ok=True)
+                write(args, rows)
     return rows
 
 
@@ -125,11 +127,13 @@ def one(net: str, precision: str, mode: str, args: argparse.Namespace) -> dict:
     options = MODES[mode]
     weights = torch.tensor([options.back, options.third], device=args.device)
     seed = torch.zeros((), dtype=torch.int32, device=args.device)
+    penalties: list[int] = []
 
     def step(weights, seed, *flat):
         x, y = tree_unflatten(list(flat), spec)
         with torch.autocast(args.device, torch.bfloat16, enabled=precision == "bf16"):
             r = run(Task(model, loss_fn, x, y), options, weights=(weights[0], weights[1]), seed=seed, warn=False)
+        penalties[:] = [len(r.grads) + 1]
         return [*r.grads.values(), r.loss, r.input_loss, *(z for z in tree_leaves(r.input_grad) if z is not None)]
 
     inputs = [weights, seed, *flat]
@@ -137,7 +141,7 @@ def one(net: str, precision: str, mode: str, args: argparse.Namespace) -> dict:
     watch = Watch()
     try:
         with watch:
-            captured = capture(step, inputs, graph=False, weights=weights)
+            captured = capture(step, inputs, graph=False, weights=weights, known=Outputs((), penalties))
     except CaptureError as error:
         row["checks"].append(watch.figures | {"passed": False, "reason": str(error)})
         return row
@@ -153,7 +157,7 @@ def one(net: str, precision: str, mode: str, args: argparse.Namespace) -> dict:
         values = [*program.state, weights, seed, *tree_flatten((x, y))[0]]
         try:
             with watch:
-                checking.check(program.plain, captured.run, values, len(program.state))
+                checking.check(program.plain, captured.run, values, len(program.state), captured.known)
             row["checks"].append(watch.figures | {"passed": True})
         except CaptureError as error:
             row["checks"].append(watch.figures | {"passed": False, "reason": str(error)})

@@ -84,6 +84,40 @@ def test_a_compiled_step_on_a_gpu_is_the_eager_one(name, mode):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
+@pytest.mark.parametrize("settings", [{"alpha": 1.0}, {"alpha": 0.3}, {"strength": 0.1, "mode": "exact"}], ids=str)
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bf16"])
+@pytest.mark.parametrize("classes", [10, 100])
+def test_recorded_training_on_a_gpu_is_eager_training(precision, settings, classes):
+    """From images on the device to updated weights, with our kernels: losses and input losses of both splits."""
+    if not torch.cuda.is_available():
+        pytest.skip("no accelerator here")
+    from threepass.train.data import DataSet, Split
+
+    g = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (512, 3, 32, 32), generator=g, dtype=torch.uint8).cuda()
+    y = torch.randint(0, classes, (512,), generator=g).cuda()
+    data = DataSet(
+        Split(x, y), Split(x[:256], y[:256]), (0.5,) * 3, (0.25,) * 3, tuple(map(str, range(classes))), "made"
+    )
+    shared = {
+        "epochs": 2,
+        "batch_size": 128,
+        "lr": 0.01,
+        "precision": precision,
+        "channels_last": True,
+        "augment": True,
+    }
+    runs = []
+    for compile in (False, "require"):
+        torch.manual_seed(0)
+        model = models.plain(20, classes=classes).cuda()
+        runs.append(threepass.fit(model, data, compile=compile, precision=precision, **shared, **settings).history)
+    for ours, theirs in zip(*reversed(runs), strict=True):
+        for name in ("train_loss", "train_input_loss", "val_loss", "val_input_loss"):
+            assert ours[name] == pytest.approx(theirs[name], rel=0.1 if name.endswith("input_loss") else 0.01), name
+
+
 def test_programs_for_several_shapes_share_memory_on_a_gpu():
     """Sums in `p.grad`, begun by one CUDA graph, outlast the replays of the others and the end of their own graph."""
     if not torch.cuda.is_available():

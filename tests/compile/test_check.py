@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import threepass
 from threepass.compile.capture import capture
-from threepass.compile.check import TIMES, check, figures
+from threepass.compile.check import TIMES, Outputs, check, figures
 from threepass.compile.trace import trace
 from threepass.core.engine import Task, run
 from threepass.core.options import Options
@@ -261,7 +262,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_may_have_other_rounding_errors
 
     def checked(size):
         noisy = functools.partial(with_noise, program, names=names, size=size)
-        check(program.plain, noisy, values, len(program.state), labels)
+        check(program.plain, noisy, values, len(program.state), Outputs(labels))
 
     checked(2e-6)
     with pytest.raises(CaptureError, match=r"part of the gradient of 0\.bias, of shape \(8,\)"):
@@ -284,3 +285,44 @@ def test_a_sum_that_is_added_up_one_term_after_the_other_is_rounding():
     check(program.plain, one_by_one, values)
     with pytest.raises(CaptureError, match="compared with a float64 reference"):
         check(program.plain, lambda values: [1.001 * one_by_one(values)[0]], values)
+
+
+def test_a_penalty_is_measured_against_its_own_size_however_small_it_is():
+    """An input loss of an untrained net is far smaller than its loss, and so is a fault in it."""
+    x = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    program = trace(lambda x: [1e3 * x, x.sum(), 1e-9 * x.square().sum()], [x])
+
+    def without_penalty(values):
+        *others, penalty = program.graph(*values)
+        return [*others, 0 * penalty]
+
+    values = [*program.state, x]
+    check(program.plain, without_penalty, values)  # by the sizes of the others, it is rounding
+    known = Outputs(("a", "the loss", "the input loss"), penalties=(2,))
+    check(program.plain, lambda values: program.graph(*values), values, outputs=known)
+    with pytest.raises(CaptureError, match=r"wrong in the input loss, of shape \(\)"):
+        check(program.plain, without_penalty, values, outputs=known)
+
+
+def test_a_step_says_which_of_its_results_are_losses(monkeypatch):
+    """The model returns an integer too, which is not compared."""
+
+    class Two(nn.Linear):
+        def forward(self, x):
+            return torch.arange(3), super().forward(x)
+
+    def sabotaged(program, inputs):
+        def run(values):
+            outputs = list(program.graph(*values))
+            return [z * 0.5 if z.dim() == 0 and z.is_floating_point() and z < 1e-2 else z for z in outputs]
+
+        return run
+
+    monkeypatch.setattr("threepass.compile.inductor.compiled", sabotaged)
+    torch.manual_seed(0)
+    model, x, y = Two(4, 3), torch.randn(8, 4), torch.randint(3, (8,))
+    with torch.no_grad():
+        model.weight.mul_(1e-2)
+    step = threepass.ThreePass(model, lambda output, y: F.cross_entropy(output[1], y), alpha=0.3, compile="require")
+    with pytest.raises(CaptureError, match=r"wrong in backpropagation's part of the input loss, of shape \(\)"):
+        step(x, y)

@@ -20,6 +20,7 @@ from threepass.train.config import Config
 from threepass.train.data import DataSet, Split
 from threepass.train.loop import fit
 from threepass.train.recorder import Recorder
+from threepass.train.steps import LOSSES
 from threepass.train.validation import size_of_batches
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
@@ -49,10 +50,10 @@ def normed() -> nn.Module:
 def traced(monkeypatch):
     record = Recorder.record
 
-    def warmed_up(self, program, counter, then, restore, weights, compiled=True):
-        step = record(self, program, counter, then, restore, weights, compiled)
+    def warmed_up(self, function, counter, compiled=True):
+        step = record(self, function, counter, compiled)
         for _ in range(WARM_UP if step is not None else 0):
-            with restore():
+            with function.restore():
                 step()
         return step
 
@@ -87,6 +88,27 @@ def test_the_same_numbers_from_inductor():
     assert 0 < first["compile_seconds"] < first["seconds"]
     assert first["step_seconds"] < first["compile_seconds"]
     assert "compile_seconds" not in second
+
+
+@pytest.mark.parametrize("place", ["training", "validation"])
+def test_a_wrong_input_loss_is_refused_however_small_it_is(place, monkeypatch):
+    """A validation whose input loss was always 0 once passed, as a small entry in a vector of sums."""
+
+    def sabotaged(program, inputs):
+        def run(values):
+            outputs = list(program.graph(*values))
+            if (len(outputs) == len(LOSSES.names)) == (place == "validation"):
+                outputs[1] = torch.zeros_like(outputs[1])
+            return outputs
+
+        return run
+
+    monkeypatch.setattr(inductor, "compiled", sabotaged)
+    model = simple()
+    with torch.no_grad():
+        model[3].weight.mul_(1e-3)
+    with pytest.raises(CaptureError, match=r"the input loss, of shape \(\)"):
+        fit(model, data(), compile="require", epochs=1, batch_size=20, alpha=0.5)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -19,7 +19,7 @@ from .._torch_compat import tree_leaves
 from ..errors import CaptureError, UncheckedWarning, warn_caller
 from ..tape.replay import is_random_node
 from . import inductor
-from .check import check
+from .check import NOTHING, Outputs, check
 from .cuda_graph import CudaGraph
 from .dynamic import Dimensions, Guards, SymbolicInputs
 from .rewrite.graph import is_ours
@@ -40,7 +40,7 @@ class Captured:
         self.program, self.run = program, run
         self.compile_seconds = self.check_seconds = 0.0
         self.weights: int | None = None  # which of the graph's inputs has the weights of the two terms
-        self.names: Sequence[str] = ()  # of the first outputs, for errors
+        self.known = NOTHING  # what the check knows of the outputs
         self.guards: Guards | None = None  # of a program with dynamic shapes
         self._checked: list[list[torch.Size]] = []  # the sizes that it was checked with
         self.inputs: list[Tensor] = []
@@ -115,7 +115,7 @@ def capture(
     pool: Any = None,
     compiled: bool = True,
     varying: Dimensions | None = None,
-    names: Sequence[str] = (),
+    known: Outputs = NOTHING,
 ) -> Captured:
     """Traces fn for inputs of these shapes, compiles it, and checks the compiled program (`check.py`).
 
@@ -129,7 +129,7 @@ def capture(
         compiled: False: the traced graph runs operation by operation.
         varying: the dimensions of the inputs whose sizes may change from call to call. The program then has neither
             kernels of our own, which are chosen by sizes, nor a CUDA graph, which is of one size.
-        names: of the first outputs, for the error if one is wrong; fn may fill it in.
+        known: the names of outputs, for the error if one is wrong, and which of them are penalties.
     """
     started = time.perf_counter()
     on_gpu = any(z.is_cuda for z in inputs)
@@ -150,7 +150,7 @@ def capture(
             captured.guards = symbolic.guards()
             _compare_with_eager(program, fn, inputs, restore)
         captured.compile_seconds = time.perf_counter() - started
-        captured.weights, captured.names = _place_of(weights, program, places), names
+        captured.weights, captured.known = _place_of(weights, program, places), known
         captured.check(inputs)
         if on_gpu if graph is None else graph:
             captured.record(inputs, restore, pool)
@@ -196,7 +196,7 @@ def _checked(captured: Captured, inputs: Sequence[Tensor]) -> float:
         return 0.0
     values = [*program.state, *inputs]
     try:
-        return check(program.plain, captured.run, values, captured.weights, captured.names)
+        return check(program.plain, captured.run, values, captured.weights, captured.known)
     except CaptureError as error:
         raise CaptureError(
             str(error), step_seconds=_seconds(lambda: captured.run([z.clone() for z in values]))

@@ -14,6 +14,9 @@ of the eager run, or when it is not finite where the reference is. Three figures
     row     the largest such error among the rows of z, relative to a row of average size
     slope   <z - ref, ref> / |ref|², in which rounding averages out: a factor of 1.1 stands out from larger errors
 
+An output that is tiny beside the others is measured against them, because all that it has may be the rounding errors of
+large terms that cancel. The input loss is a sum of terms that do not cancel: it is measured against its own size.
+
 Gradients are affine in the weights of the two terms, g = back * B + third * T, and T is usually far smaller than B. So
 the programs run at third = 0 and at third = k, with k such that k T is `AMPLIFIED` times as large as back * B, and
 back * B and k T, the difference, are compared separately. What a step writes to (running statistics) is compared by
@@ -56,6 +59,19 @@ _aten, _ours = torch.ops.aten, torch.ops.threepass
 Run = Callable[[list[Tensor]], Sequence[Tensor]]  # takes a graph's inputs, may write to the list and to its tensors
 
 
+class Outputs(NamedTuple):
+    """What is known of the tensors that a step returns. The step may fill in the lists while it is traced.
+
+    names: of the first ones, for errors. penalties: the indices of those that are sums of terms which do not cancel.
+    """
+
+    names: Sequence[str] = ()
+    penalties: Sequence[int] = ()
+
+
+NOTHING = Outputs()  # is known
+
+
 class Figures(NamedTuple):
     """Of one output, against the reference."""
 
@@ -65,7 +81,7 @@ class Figures(NamedTuple):
 
 
 def check(
-    graph: GraphModule, run: Run, values: Sequence[Tensor], weights: int | None = None, names: Sequence[str] = ()
+    graph: GraphModule, run: Run, values: Sequence[Tensor], weights: int | None = None, outputs: Outputs = NOTHING
 ) -> float:
     """Raises a `CaptureError` if `run`, compiled from the graph, is wrong; gives the seconds that this took.
 
@@ -74,7 +90,7 @@ def check(
         run: the compiled program.
         values: the graph's inputs; they are copied, not written to.
         weights: which of them holds (back, third), as the first two entries of its last dimension.
-        names: of the first outputs, for the error.
+        outputs: what is known of them.
     """
     began = time.perf_counter()
     epsilon = epsilon_of(graph)
@@ -91,13 +107,14 @@ def check(
     references = _terms(graph, reference, values, weights)
     k = _amplification(*references) if weights is not None else 1.0
     compiled = _terms(graph, run, values, weights, k)
-    parts = [Part("", references[0], compiled[0], epsilon)]
+    penalties = outputs.penalties
+    parts = [Part("", references[0], compiled[0], epsilon, penalties)]
     if weights is not None:
         back, third = references
         sizes = [_SMALL * _norm([b]) for b in back]
         parts = [
-            Part("backpropagation's part of ", back, compiled[0], epsilon),
-            Part("the third pass's part of ", [t * k for t in third], compiled[1], epsilon, sizes),
+            Part("backpropagation's part of ", back, compiled[0], epsilon, penalties),
+            Part("the third pass's part of ", [t * k for t in third], compiled[1], epsilon, penalties, sizes),
         ]
     for part, found in zip(parts, _terms(graph, eager, values, weights, k), strict=True):
         part.compare_with(found)
@@ -106,7 +123,7 @@ def check(
         for part, found in zip(parts, _terms(graph, eager, nudged, weights, k), strict=True):
             part.compare_with(found)
     for part in parts:
-        part.judge(names)
+        part.judge(outputs.names)
     return time.perf_counter() - began
 
 
@@ -176,7 +193,7 @@ def _wide(z: Tensor) -> Tensor:
 class Part:
     """A part of the outputs (backpropagation's, or the third pass's): the reference's, the compiled and eager ones.
 
-    sizes: what the errors of an output are measured against where the reference is smaller.
+    penalties: see `Outputs`. sizes: what the errors of an output are measured against where the reference is smaller.
     """
 
     def __init__(
@@ -185,6 +202,7 @@ class Part:
         reference: Sequence[Tensor],
         compiled: Sequence[Tensor],
         epsilon: float,
+        penalties: Sequence[int] = (),
         sizes: Sequence[float] | None = None,
     ):
         entries = [_norm([ref]) / math.sqrt(max(1, ref.numel())) for ref in reference]
@@ -192,6 +210,7 @@ class Part:
         largest = max(entries, default=0.0)
         least = [largest if 0 < entry < _ZERO * largest else little for entry in entries]
         floors = [entry * math.sqrt(ref.numel()) for entry, ref in zip(least, reference, strict=True)]
+        floors = [0.0 if i in penalties else floor for i, floor in enumerate(floors)]
         self.name, self.reference, self.epsilon = name, reference, epsilon
         self.sizes = list(map(max, sizes or floors, floors))
         self.compiled = self._figures(compiled)

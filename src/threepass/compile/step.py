@@ -21,6 +21,7 @@ from .._torch_compat import (
     has_gradient_hooks,
     number_of_dispatch_modes,
     tree_flatten,
+    tree_leaves,
     tree_map,
     tree_unflatten,
 )
@@ -35,6 +36,7 @@ from ..numerics.precision import weights_dtype
 from ..rules.sync_batch_norm import has_synchronized_norm
 from ..tape.state import unchanged_on_error
 from .capture import Captured, capture
+from .check import Outputs
 from .cuda_graph import CudaGraph
 from .dependencies import PLAIN, Attribute
 from .dynamic import Dimensions
@@ -360,7 +362,8 @@ def capturable(model: nn.Module, signature: Signature) -> Iterator[None]:
 def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call, varying: Dimensions | None) -> Step:
     model, loss_fn, signature = steps.model, steps.loss_fn, steps.programs.signature
     names: list[str] = []
-    outputs: list[str] = []
+    labels: list[str] = []
+    penalties: list[int] = []
     leaves: list[Any] = []
     made: list[Any] = []
     kept: list[Attribute] = []
@@ -375,13 +378,15 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call, 
         grads = laid_out([named[n] for n in r.grads], list(r.grads.values()))
         results = {field.name: getattr(r, field.name) for field in fields(r)}
         dicts = [name for name in r.GRADIENTS if results[name] is not None]
-        found, result_spec = tree_flatten({name: z for name, z in results.items() if name not in r.GRADIENTS})
+        remaining = {name: z for name, z in results.items() if name not in r.GRADIENTS}
+        found, result_spec = tree_flatten(remaining)
         if any(isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) for leaf in found):
             raise CaptureError("the model returns a size, or a number computed from one, which is not a tensor")
         others = [leaf for leaf in found if isinstance(leaf, Tensor)]
         places = iter(range(len(others)))
         names[:], made[:] = r.grads, [type(r), dicts, result_spec]
-        outputs[:] = [f"the gradient of {n}" for _ in ("grads", *dicts) for n in names]
+        labels[:] = [f"the gradient of {n}" for _ in ("grads", *dicts) for n in names] + _labels(remaining)
+        penalties[:] = [i for i, label in enumerate(labels) if label == _IN_WORDS["input_loss"]]
         leaves[:] = [_Place(next(places)) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in found]
         kept[:] = signature.overwritten
         last = [vars(module)[name].detach() for module, name in kept]
@@ -392,11 +397,24 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call, 
     restore = partial(_restored, model, loss_fn, signature)
     pool = None if steps._newest is None else steps._newest.pool
     terms = weights if call.has_terms else None
-    captured = capture(step, inputs, restore=restore, weights=terms, pool=pool, varying=varying, names=outputs)
+    known = Outputs(labels, penalties)
+    captured = capture(step, inputs, restore=restore, weights=terms, pool=pool, varying=varying, known=known)
     signature.settle(captured.program.state, captured.program.are_constant(len(kept)))
     kind, dicts, result_spec = made
     trained = [named[n] for n in names]
     return Step(captured, trained, names, kind, dicts, leaves, result_spec, kept, steps._graph_memory)
+
+
+_IN_WORDS = {
+    "loss": "the loss", "input_loss": "the input loss", "output": "the model's output", "value": "the value",
+    "input_grad": "the gradient at the input",
+}  # fmt: skip
+
+
+def _labels(result: dict[str, Any]) -> list[str]:
+    """Names for the tensors of a result that the check compares."""
+    numbers = [(name, leaf) for name, z in result.items() for leaf in tree_leaves(z) if isinstance(leaf, Tensor)]
+    return [_IN_WORDS[name] for name, leaf in numbers if leaf.is_floating_point() or leaf.is_complex()]
 
 
 def laid_out(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> list[Tensor]:

@@ -22,8 +22,8 @@ from ..numerics.precision import weights_dtype
 from ..tape.state import unchanged_on_error
 from .data import Batches
 from .optimizer import clip_gradients, is_graphable, lr_in, state_tensors
-from .recorder import Recorder, Recording
-from .steps import Steps, in_precision
+from .recorder import Function, Recorder, Recording
+from .steps import LOSSES, Steps, in_precision, losses_in
 
 
 @dataclass(frozen=True)
@@ -123,15 +123,15 @@ class CapturedSteps(Steps):
         # The last, smaller batch comes once an epoch: compiling it would take longer than it saves.
         often = rows == min(self.batches.batch_size, len(self.batches.split))
         trained: list[nn.Parameter] = []
-        program = partial(self._passes, kind, rows, position, trained)
-        then, weights = partial(self._then, trained), self.table if kind.third else None
-        made = self.recorder.record(program, self.place, then, self._restored, weights, often)
+        program, weights = partial(self._passes, kind, rows, position, trained), self.table if kind.third else None
+        function = Function(program, partial(self._then, trained), self._restored, weights, LOSSES)
+        made = self.recorder.record(function, self.place, often)
         by_epoch = self.config.update == "epoch"
         sums = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained] if by_epoch else []
         return RecordedStep(made.replay, made.check_seconds, made.graph_bytes, trained, sums)
 
     def _passes(self, kind: Kind, rows: int, position: int, trained: list[nn.Parameter], place: Tensor) -> list[Tensor]:
-        """The gradients of the batch at a place in the epoch; moves the place on, adds to the sums."""
+        """The losses and the gradients of the batch at a place in the epoch; moves the place on, adds to the sums."""
         size = self.batches.batch_size
         at = place * size + torch.arange(rows, device=self.device)
         x, y = self.batches.cut(self.drawn[:, at])
@@ -143,16 +143,18 @@ class CapturedSteps(Steps):
             options = self.schedule.options(position)
             weights, seed = (back.to(dtype), third.to(dtype)), seed.to(torch.int32)
             r = self.passes(Task(self.model, self.loss_fn, x, y), options, third=kind.third, weights=weights, seed=seed)
-        self.sums += self.summed(r, x, y)
+        added = self.summed(r, x, y)
+        self.sums += added
         self.loss.copy_(r.loss)
         self.curve.index_copy_(0, place, torch.stack([r.loss.double(), r.input_loss.double()])[None])
         self.lr.copy_(lr)
         place += 1
         trained[:] = [named[name] for name in r.grads]
-        return laid_out(trained, list(r.grads.values()))
+        return [*losses_in(added), *laid_out(trained, list(r.grads.values()))]
 
-    def _then(self, trained: list[nn.Parameter], grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _then(self, trained: list[nn.Parameter], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """What a step does with its gradients, as far as the device can do it alone."""
+        grads = outputs[len(LOSSES.names) :]
         if self.config.update == "epoch":
             for p, g in zip(trained, grads, strict=True):
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad

@@ -10,12 +10,13 @@ import contextlib
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..compile.capture import capture
+from ..compile.check import NOTHING, Outputs
 from ..compile.cuda_graph import CudaGraph
 from ..compile.programs import Programs
 from ..compile.signature import Signature
@@ -33,6 +34,21 @@ class Recording:
         return self.replay()
 
 
+class Function(NamedTuple):
+    """A function of a counter that can be recorded: then(program(counter)).
+
+    program: traced, compiled if it is to be, and checked. then: runs as it is written (an optimizer's fused kernels).
+    restore: a context that puts back what both write to. weights: as for `capture`. known: what is known of the
+    program's results.
+    """
+
+    program: Callable[[Tensor], Sequence[Tensor]]
+    then: Callable[[Sequence[Tensor]], Any]
+    restore: Callable[[], contextlib.AbstractContextManager[None]]
+    weights: Tensor | None = None
+    known: Outputs = NOTHING
+
+
 class Recorder:
     """Makes and keeps the recordings of one run. Its graphs share a pool of memory, because no two run at once."""
 
@@ -48,27 +64,18 @@ class Recorder:
         """
         return self.programs.find(kind, rows, make, lambda: f"{kind}, batches of {rows}", recurring=True)
 
-    def record(
-        self,
-        program: Callable[[Tensor], Sequence[Tensor]],
-        counter: Tensor,
-        then: Callable[[Sequence[Tensor]], Any],
-        restore: Callable[[], contextlib.AbstractContextManager[None]],
-        weights: Tensor | None,
-        compiled: bool = True,
-    ) -> Recording:
-        """A replay of `then(program(counter))`.
-
-        The program is traced, compiled if it is to be, and checked (weights: as for `capture`); `then` (an optimizer's
-        fused kernels) runs as it is written.
-        """
+    def record(self, function: Function, counter: Tensor, compiled: bool = True) -> Recording:
+        """A replay of the function; compiled=False: its program runs operation by operation."""
+        program, then, restore, weights, known = function
 
         @contextlib.contextmanager
         def restored() -> Iterator[None]:
             with restore(), self.programs.signature.restored():
                 yield
 
-        captured = capture(program, [counter], graph=False, restore=restored, weights=weights, compiled=compiled)
+        captured = capture(
+            program, [counter], graph=False, restore=restored, weights=weights, compiled=compiled, known=known
+        )
         self.programs.signature.settle(captured.program.state)
 
         def step() -> Any:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..compile.check import Outputs
 from ..compile.step import CompiledSteps, three_pass_call
 from ..core.engine import Result, Task
 from ..core.engine import run as three_passes
@@ -20,6 +21,15 @@ from .sam import sam
 from .schedule import Schedule
 
 SUMS = ("loss", "metric", "input_loss", "samples")
+LOSSES = Outputs(("the loss", "the input loss"), penalties=(1,))  # the first results of a recorded step
+
+
+def losses_in(sums: Tensor) -> list[Tensor]:
+    """LOSSES: the loss and the input loss of SUMS, so that the check of a recorded step compares each by itself.
+
+    In the vector of sums, a wrong input loss could pass that is small beside the loss and the number of samples.
+    """
+    return [sums[SUMS.index(name)] for name in ("loss", "input_loss")]
 
 
 class Steps:

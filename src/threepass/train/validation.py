@@ -20,8 +20,8 @@ from .config import Config
 from .data import Batches, LoaderBatches
 from .metrics import Objective, batch_sums, samples_in
 from .ranks import ALONE, Ranks
-from .recorder import Recorder, Recording
-from .steps import SUMS, in_precision
+from .recorder import Function, Recorder, Recording
+from .steps import LOSSES, SUMS, in_precision, losses_in
 
 AT_ONCE = 2**22  # numbers in the input of one batch, or as many samples as a training batch has
 
@@ -114,14 +114,15 @@ class CapturedValidation(Validation):
         # The last, smaller batch comes once an epoch: compiling it would take longer than it saves.
         often = rows == min(self.batches.batch_size, len(self.batches.split))
         program = partial(self._program, recorder.programs.signature, rows)
-        return recorder.record(program, self.place, tuple, self._restored, None, often)
+        return recorder.record(Function(program, tuple, self._restored, known=LOSSES), self.place, often)
 
     def _program(self, signature: Signature, rows: int, place: Tensor) -> list[Tensor]:
         at = place * self.batches.batch_size + torch.arange(rows, device=self.device)
         with capturable(self.model, signature):
-            self.sums += self._sums_at(self.drawn[:, at])
+            added = self._sums_at(self.drawn[:, at])
+        self.sums += added
         place += 1
-        return []
+        return losses_in(added)
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
