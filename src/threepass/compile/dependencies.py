@@ -15,15 +15,23 @@ import functools
 import random
 import sys
 import types
-from collections import defaultdict, deque
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from enum import Enum
-from itertools import chain, starmap
-from operator import attrgetter, getitem, is_, itemgetter, methodcaller
+from itertools import chain
+from operator import attrgetter, getitem, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import (  # by name: an attribute of torch is looked up slowly, as that module has a __getattr__
+    Tensor,
+    get_autocast_dtype,
+    get_default_dtype,
+    is_autocast_cache_enabled,
+    is_autocast_enabled,
+    is_inference_mode_enabled,
+    nn,
+)
 
 from .._torch_compat import (
     GLOBAL_HOOKS,
@@ -51,7 +59,6 @@ _WALKED = frozenset((*MODULE_HOOKS, *MODULE_MEMBERS, *MODULE_HOOK_FLAGS, *MODULE
 
 _SHARED = getattr(random.random, "__self__", None)  # the generator of the random module
 _contents = attrgetter("cell_contents")
-_values = methodcaller("values")  # dict.values gives those of an OrderedDict in another order
 _defaults = attrgetter("__defaults__", "__kwdefaults__")
 
 
@@ -133,7 +140,7 @@ class Dependencies:
         self._modules: list[nn.Module] = []
         self._sized: list[Any] = []
         self._empty: list[Any] = []
-        self._filled: list[tuple[dict[str, Any], str]] = []  # a module's attributes, and the name of a dict among them
+        self._filled: list[dict[str, Any]] = []  # parameters, buffers, submodules and hooks of a module
         self._containers: list[Any] = []
         self._mixed: list[Iterable[Any]] = []  # containers of more than plain values
         self._arrays: list[Any] = []
@@ -141,7 +148,7 @@ class Dependencies:
         self._torch_generators: list[tuple[torch.Generator, Tensor]] = []  # restored; programs do not draw from them
         self._cells: list[Any] = []
         self._functions: list[Any] = []
-        self._owners: list[Any] = []  # dicts, and the names in them under which tensors lie
+        self._owners: list[Any] = []  # dicts, and the names in them under which tensors and those of `_filled` lie
         self._owned: list[str] = []
         self._tensors: list[Tensor] = []
 
@@ -154,24 +161,26 @@ class Dependencies:
 
     def _remember(self) -> None:
         """Records what `hold` compares with."""
-        self._groups: list[tuple[Any, list[Any]]] = [
-            *((itemgetter(*names), dicts) for names, dicts in self._fields.items() if names),
-            *((attrgetter(*names), objects) for names, objects in self._slots.items()),
-        ]
-        self._values = [[*map(get, owners)] for get, owners in self._groups]
-        self._types = [*map(type, self._modules)]
-        self._sizes = [*map(len, self._sized)]
-        members = [*starmap(getitem, self._filled)]
-        self._members = [*map(dict, members)]
         self._copies = [*map(_copied, self._containers)]
-        self._dicts = [z for z in self._containers if isinstance(z, dict)]
-        self._keys = [*map(tuple, self._dicts)]
-        self._identities = [*self._identified(members)]
-        self._array_contents = [*map(_bytes, self._arrays)]
         self._generator_states = [*map(_state_of, self._generators)]
         self._cell_values = [*map(_contents, self._cells)]
-        self._function_defaults = [*map(_defaults, self._functions)]
-        self._pointers = [*map(Tensor.data_ptr, self._tensors)]
+        dicts = [z for z in self._containers if isinstance(z, dict)]
+        looked_at: list[tuple[Callable[[Any], Any], list[Any]]] = [
+            (len, self._sized),
+            (type, self._modules),
+            *((itemgetter(*names), fields) for names, fields in self._fields.items() if names),
+            *((attrgetter(*names), objects) for names, objects in self._slots.items()),
+            (tuple, dicts),  # the order of their keys
+            (_bytes, self._arrays),
+            (_state_of, self._generators),
+            (_defaults, self._functions),
+            (Tensor.data_ptr, self._tensors),
+        ]
+        self._looks = [(look, objects, [*map(look, objects)]) for look, objects in looked_at if objects]
+        self._live = [*self._containers, *self._filled]
+        self._contents = [*self._copies, *map(dict, self._filled)]
+        self._compared_by_identity = [*map(_elements_of, chain(self._filled, self._mixed))]
+        self._identities = [*self._identified()]
         sizes: Any = [list(z.shape) for z in self._tensors]
         strides: Any = [list(z.stride()) for z in self._tensors]
         self._guards = TensorGuards(*self._tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
@@ -182,30 +191,22 @@ class Dependencies:
         Comparisons of lists take elements that are the same object for equal without looking at them.
         """
         try:
-            members = [*starmap(getitem, self._filled)]
+            if flags() != self.flags or any(self._empty):
+                return False
+            for look, objects, seen in self._looks:
+                if [*map(look, objects)] != seen:
+                    return False
             return (
-                flags() == self.flags
-                and not any(self._empty)
-                and [*map(len, self._sized)] == self._sizes
-                and [*map(type, self._modules)] == self._types
-                and members == self._members
-                and all(map(is_, self._identified(members), self._identities))
-                and all([*map(get, owners)] == v for (get, owners), v in zip(self._groups, self._values, strict=True))
-                and self._containers == self._copies
-                and [*map(tuple, self._dicts)] == self._keys
-                and [*map(_bytes, self._arrays)] == self._array_contents
-                and [*map(_state_of, self._generators)] == self._generator_states
-                and [*map(_defaults, self._functions)] == self._function_defaults
-                and [*map(Tensor.data_ptr, self._tensors)] == self._pointers
+                all(map(is_, self._identified(), self._identities))  # `==` gives the lengths
+                and self._live == self._contents
                 and self._guards.check(*self._tensors)
             )
         except Exception:  # an attribute is gone, or values cannot be compared
             return False
 
-    def _identified(self, dicts: Iterable[Any]) -> Iterator[Any]:
-        members = chain.from_iterable(map(_values, dicts))
-        elements = chain.from_iterable([*z.values()] if isinstance(z, dict) else z for z in self._mixed)
-        return chain(members, map(getitem, self._owners, self._owned), map(_contents, self._cells), elements)
+    def _identified(self) -> Iterator[Any]:
+        owned, elements = map(getitem, self._owners, self._owned), chain.from_iterable(self._compared_by_identity)
+        return chain(owned, map(_contents, self._cells), elements)
 
     def restore(self) -> None:
         """Puts attributes, closures' variables and the contents of containers back, where they are others now."""
@@ -339,7 +340,9 @@ class Dependencies:
     def _entries(self, fields: dict[str, Any], kind: str) -> None:
         """A dict of a module, whose values are compared by identity; people also put another dict in its place."""
         if fields[kind]:
-            self._filled.append((fields, kind))
+            self._filled.append(fields[kind])
+            self._owners.append(fields)
+            self._owned.append(kind)
         else:
             self._empty.append(fields[kind])
 
@@ -481,14 +484,14 @@ _CODE = (types.FunctionType, staticmethod, classmethod, property)
 def flags() -> tuple[Hashable, ...]:
     """The switches of PyTorch that change what a step computes, or by which kernels."""
     return (
-        torch.is_autocast_enabled("cuda"),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cuda"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_cache_enabled(),
-        torch.get_default_dtype(),
-        torch.is_inference_mode_enabled(),
-        *kernel_switches(),
+        is_autocast_enabled("cuda"),
+        is_autocast_enabled("cpu"),
+        get_autocast_dtype("cuda"),
+        get_autocast_dtype("cpu"),
+        is_autocast_cache_enabled(),
+        get_default_dtype(),
+        is_inference_mode_enabled(),
+        kernel_switches(),
         number_of_function_modes() and str(torch.get_default_device()),
     )
 
@@ -570,6 +573,13 @@ def _bytes(array: Any) -> bytes:
 def _copied(container: Any) -> Any:
     kind = next(kind for kind in (dict, list, set, deque) if isinstance(container, kind))
     return kind(container)
+
+
+def _elements_of(container: Any) -> Iterable[Any]:
+    """What is iterated over to see the elements as they are then; a class derived from dict may make a list of them."""
+    if isinstance(container, OrderedDict):
+        return OrderedDict.values(container)  # those of dict.values come in another order
+    return dict.values(container) if isinstance(container, dict) else container
 
 
 def in_words(item: Any) -> str:
