@@ -14,8 +14,10 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-# seen in 2.10 to 2.13: compares the metadata of many tensors (shape, strides, dtype, device, ...) in one call
-from torch._C._dynamo.guards import TensorGuards
+# seen in 2.10 to 2.13: TensorGuards compares the metadata of many tensors (shape, strides, dtype, device, ...) in one
+# call. seen in 2.11 and 2.13: dict_version gives a number that is another one after every change of a dict's entries;
+# Python 3.11 counts the changes itself, from 3.12 on torch has Python tell it of them
+from torch._C._dynamo.guards import TensorGuards, dict_version
 
 # seen in 2.10 to 2.13: tensors without contents, for shapes and strides
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -69,6 +71,7 @@ __all__ = [
     "compile_by_inductor",
     "cpu_attention",
     "cpu_attention_backward",
+    "dict_version",
     "fake_mode_with_symbols",
     "foreach_add",
     "foreach_add_",

@@ -471,6 +471,40 @@ def test_objects_that_die_are_not_mistaken_for_those_that_take_their_address():
         assert len(set(states)) == 20
 
 
+def test_dicts_that_were_written_to_are_compared_by_value():
+    """The quick look passes over modules' dicts that nobody wrote to."""
+    model = nn.Sequential(nn.PReLU(), nn.Dropout(0.5))
+    signature = Signature(model, F.mse_loss)
+    state, weight = signature.state(), model[0].weight
+    for _ in range(2):
+        model.eval()
+        model.train()
+        model[0]._parameters["weight"] = None
+        model[0]._parameters["weight"] = weight
+        assert signature.state() is state
+        model[0].weight = nn.Parameter(weight.detach())  # equal, of one element, at the same address
+        assert signature.state() != state
+        model[0].weight = weight
+        assert signature.state() is state
+        model[1].p = 0.25
+        assert signature.state() != state
+        model[1].p = 0.5
+
+
+def test_elements_of_a_dict_that_lists_its_own_values():
+    class Listed(dict):
+        def values(self):
+            return [*super().values()]
+
+    model = nn.Dropout(0.5)
+    model.tensors = Listed(a=torch.ones(1))
+    signature = Signature(model, F.mse_loss)
+    state = signature.state()
+    assert signature.state() is state
+    model.tensors["a"] = torch.ones(1)
+    assert signature.state() != state
+
+
 def test_the_quick_look_is_quick():
     """At most 30 microseconds on plain-20 by `benchmarks/signature.py`; here with room for a busy machine."""
     model, x, y = plain(20), torch.randn(2, 3, 32, 32), torch.zeros(2, dtype=torch.long)

@@ -15,15 +15,23 @@ import functools
 import random
 import sys
 import types
-from collections import defaultdict, deque
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from enum import Enum
-from itertools import chain, starmap
-from operator import attrgetter, getitem, is_, itemgetter, methodcaller
+from itertools import chain
+from operator import attrgetter, getitem, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import (  # by name: an attribute of torch is looked up slowly, as that module has a __getattr__
+    Tensor,
+    get_autocast_dtype,
+    get_default_dtype,
+    is_autocast_cache_enabled,
+    is_autocast_enabled,
+    is_inference_mode_enabled,
+    nn,
+)
 
 from .._torch_compat import (
     GLOBAL_HOOKS,
@@ -32,6 +40,7 @@ from .._torch_compat import (
     MODULE_MEMBERS,
     MODULE_OTHERS,
     TensorGuards,
+    dict_version,
     kernel_switches,
     number_of_function_modes,
 )
@@ -51,7 +60,6 @@ _WALKED = frozenset((*MODULE_HOOKS, *MODULE_MEMBERS, *MODULE_HOOK_FLAGS, *MODULE
 
 _SHARED = getattr(random.random, "__self__", None)  # the generator of the random module
 _contents = attrgetter("cell_contents")
-_values = methodcaller("values")  # dict.values gives those of an OrderedDict in another order
 _defaults = attrgetter("__defaults__", "__kwdefaults__")
 
 
@@ -106,6 +114,42 @@ class Scope(NamedTuple):
 WHOLE, NAMED = Scope(), Scope(named=True)
 
 
+class Looks:
+    """Objects, and what was seen of them."""
+
+    def __init__(self) -> None:
+        self.sized: list[Any] = []  # what has as many entries as before
+        self.fields: dict[tuple[str, ...], list[Any]] = defaultdict(list)  # names -> the dicts that have them
+        self.owners: list[Any] = []  # dicts, and the names in them of what is compared by identity
+        self.owned: list[str] = []
+        self.cells: list[Any] = []
+        self.containers: list[Any] = []
+        self.mixed: list[Any] = []  # those of more than plain values
+        self.members: list[dict[Any, Any]] = []  # parameters, buffers, submodules and hooks, each with its owner above
+
+    def remember(self, *others: tuple[Callable[[Any], Any], list[Any]]) -> None:
+        """Records what `hold` compares with; others: functions, and objects of which they return a part."""
+        groups = ((itemgetter(*names), fields) for names, fields in self.fields.items() if names)
+        looks: list[tuple[Callable[[Any], Any], list[Any]]] = [(len, self.sized), *groups, *others]
+        self._looks = [(look, objects, [*map(look, objects)]) for look, objects in looks if objects]
+        self.copies = [*map(_copied, self.containers)]
+        self._contents = [*self.copies, *map(dict, self.members)]
+        self._live = [*self.containers, *self.members]
+        self._elements = [*map(_elements_of, chain(self.mixed, self.members))]
+        self._identities = [*self._identified()]
+
+    def hold(self) -> bool:
+        """Whether they look the same. Lists take elements that are the same object for equal without a look at them."""
+        for look, objects, seen in self._looks:
+            if [*map(look, objects)] != seen:
+                return False
+        return all(map(is_, self._identified(), self._identities)) and self._live == self._contents
+
+    def _identified(self) -> Iterator[Any]:
+        owned, elements = map(getitem, self.owners, self.owned), chain.from_iterable(self._elements)
+        return chain(owned, map(_contents, self.cells), elements)
+
+
 class Dependencies:
     """The model and the loss as they are now; `ignored` names attributes of modules that do not count."""
 
@@ -128,22 +172,16 @@ class Dependencies:
         self._codes: list[types.CodeType] = []
         self._restorable: list[tuple[dict[str, Any], dict[str, Any], set[str] | None]] = []
         self._classes: dict[type, dict[str, Any]] = {}  # what was walked of each class
-        self._fields: dict[tuple[str, ...], list[Any]] = defaultdict(list)  # names -> the dicts that have them
         self._slots: dict[tuple[str, ...], list[Any]] = defaultdict(list)
         self._modules: list[nn.Module] = []
-        self._sized: list[Any] = []
         self._empty: list[Any] = []
-        self._filled: list[tuple[dict[str, Any], str]] = []  # a module's attributes, and the name of a dict among them
-        self._containers: list[Any] = []
-        self._mixed: list[Iterable[Any]] = []  # containers of more than plain values
         self._arrays: list[Any] = []
         self._generators: list[Any] = []
         self._torch_generators: list[tuple[torch.Generator, Tensor]] = []  # restored; programs do not draw from them
-        self._cells: list[Any] = []
         self._functions: list[Any] = []
-        self._owners: list[Any] = []  # dicts, and the names in them under which tensors lie
-        self._owned: list[str] = []
         self._tensors: list[Tensor] = []
+        self._always = Looks()
+        self._versioned = Looks()  # of modules' dicts, each of which has a version
 
         self.flags = flags()
         for root, value in roots.items():
@@ -154,24 +192,20 @@ class Dependencies:
 
     def _remember(self) -> None:
         """Records what `hold` compares with."""
-        self._groups: list[tuple[Any, list[Any]]] = [
-            *((itemgetter(*names), dicts) for names, dicts in self._fields.items() if names),
-            *((attrgetter(*names), objects) for names, objects in self._slots.items()),
-        ]
-        self._values = [[*map(get, owners)] for get, owners in self._groups]
-        self._types = [*map(type, self._modules)]
-        self._sizes = [*map(len, self._sized)]
-        members = [*starmap(getitem, self._filled)]
-        self._members = [*map(dict, members)]
-        self._copies = [*map(_copied, self._containers)]
-        self._dicts = [z for z in self._containers if isinstance(z, dict)]
-        self._keys = [*map(tuple, self._dicts)]
-        self._identities = [*self._identified(members)]
-        self._array_contents = [*map(_bytes, self._arrays)]
         self._generator_states = [*map(_state_of, self._generators)]
-        self._cell_values = [*map(_contents, self._cells)]
-        self._function_defaults = [*map(_defaults, self._functions)]
-        self._pointers = [*map(Tensor.data_ptr, self._tensors)]
+        self._cell_values = [*map(_contents, self._always.cells)]
+        self._dicts = [*self._versioned.sized, *self._versioned.members]
+        self._versions = [*map(dict_version, self._dicts)]
+        self._versioned.remember()
+        self._always.remember(
+            (type, self._modules),
+            *((attrgetter(*names), objects) for names, objects in self._slots.items()),
+            (tuple, [z for z in self._always.containers if isinstance(z, dict)]),  # the order of their keys
+            (_bytes, self._arrays),
+            (_state_of, self._generators),
+            (_defaults, self._functions),
+            (Tensor.data_ptr, self._tensors),
+        )
         sizes: Any = [list(z.shape) for z in self._tensors]
         strides: Any = [list(z.stride()) for z in self._tensors]
         self._guards = TensorGuards(*self._tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
@@ -179,33 +213,19 @@ class Dependencies:
     def hold(self) -> bool:
         """Whether nothing has changed. May say no where the full description is the same; never the other way round.
 
-        Comparisons of lists take elements that are the same object for equal without looking at them.
+        A dict whose version is the same has the same entries; where one is another, values are compared.
         """
         try:
-            members = [*starmap(getitem, self._filled)]
-            return (
-                flags() == self.flags
-                and not any(self._empty)
-                and [*map(len, self._sized)] == self._sizes
-                and [*map(type, self._modules)] == self._types
-                and members == self._members
-                and all(map(is_, self._identified(members), self._identities))
-                and all([*map(get, owners)] == v for (get, owners), v in zip(self._groups, self._values, strict=True))
-                and self._containers == self._copies
-                and [*map(tuple, self._dicts)] == self._keys
-                and [*map(_bytes, self._arrays)] == self._array_contents
-                and [*map(_state_of, self._generators)] == self._generator_states
-                and [*map(_defaults, self._functions)] == self._function_defaults
-                and [*map(Tensor.data_ptr, self._tensors)] == self._pointers
-                and self._guards.check(*self._tensors)
-            )
+            versions = [*map(dict_version, self._dicts)]
+            if flags() != self.flags or any(self._empty) or not self._always.hold():
+                return False
+            if versions != self._versions:
+                if not self._versioned.hold():
+                    return False
+                self._versions = versions
+            return self._guards.check(*self._tensors)
         except Exception:  # an attribute is gone, or values cannot be compared
             return False
-
-    def _identified(self, dicts: Iterable[Any]) -> Iterator[Any]:
-        members = chain.from_iterable(map(_values, dicts))
-        elements = chain.from_iterable([*z.values()] if isinstance(z, dict) else z for z in self._mixed)
-        return chain(members, map(getitem, self._owners, self._owned), map(_contents, self._cells), elements)
 
     def restore(self) -> None:
         """Puts attributes, closures' variables and the contents of containers back, where they are others now."""
@@ -226,9 +246,9 @@ class Dependencies:
                 generator.bit_generator.state = state
         for drawn, contents in self._torch_generators:
             drawn.set_state(contents)
-        for cell, value in zip(self._cells, self._cell_values, strict=True):
+        for cell, value in zip(self._always.cells, self._cell_values, strict=True):
             cell.cell_contents = value
-        for container, contents in zip(self._containers, self._copies, strict=True):
+        for container, contents in zip(self._always.containers, self._always.copies, strict=True):
             container.clear()
             (container.update if isinstance(container, (dict, set)) else container.extend)(contents)
 
@@ -320,7 +340,7 @@ class Dependencies:
             left_out |= _METADATA
         self._attributes(path, fields, [n for n in fields if n not in left_out], Scope(named), module, whole=True)
         for kind in MODULE_MEMBERS:
-            self._entries(fields, kind)
+            self._entries(fields, kind, module)
             self.items[f"{path}.{kind}"] = tuple(fields[kind])  # their order
             for name, member in fields[kind].items():
                 self._add(f"{path}.{name}", member)
@@ -336,10 +356,17 @@ class Dependencies:
             self._add(f"{path}[{i}]", hook)
             self.items[f"{path}[{i}] itself"] = Identity(hook)
 
-    def _entries(self, fields: dict[str, Any], kind: str) -> None:
+    def _looks(self, module: nn.Module | None) -> Looks:
+        """Where a module's dicts belong: one that a step writes to would have another version at every call."""
+        return self._always if module is None or self._ignored.get(module) else self._versioned
+
+    def _entries(self, fields: dict[str, Any], kind: str, module: nn.Module | None = None) -> None:
         """A dict of a module, whose values are compared by identity; people also put another dict in its place."""
         if fields[kind]:
-            self._filled.append((fields, kind))
+            looks = self._looks(module if type(fields[kind]) is dict else None)  # others change order in one version
+            looks.members.append(fields[kind])
+            looks.owners.append(fields)
+            looks.owned.append(kind)
         else:
             self._empty.append(fields[kind])
 
@@ -353,16 +380,16 @@ class Dependencies:
         whole: bool = False,
     ) -> None:
         """The entries of a `__dict__`, or of the like of it; whole: a new one is a change too."""
-        compared = []
+        compared, looks = [], self._looks(module)
         if whole:
-            self._sized.append(fields)
+            looks.sized.append(fields)
         if isinstance(fields, dict):
             self._restorable.append((fields, {name: fields[name] for name in chosen}, set(fields) if whole else None))
         for name in chosen:
             value = fields[name]
             if isinstance(value, Tensor):
-                self._owners.append(fields)
-                self._owned.append(name)
+                looks.owners.append(fields)
+                looks.owned.append(name)
             else:
                 compared.append(name)
             if module is not None:
@@ -370,7 +397,7 @@ class Dependencies:
             self._add(f"{path}.{name}", value, scope)
         if module is not None:  # dicts with entries are looked at one by one
             compared += [kind for kind in _REPLACED if not fields[kind]]
-        self._fields[tuple(compared)].append(fields)
+        looks.fields[tuple(compared)].append(fields)
 
     def _class(self, cls: type, whole: bool = False) -> bool:
         """Walks a class of the user's, and those that it is derived from; False for a class of a library.
@@ -383,7 +410,7 @@ class Dependencies:
             walked = self._classes.setdefault(base, {})
             chosen = [n for n in own if n not in walked and (whole or n in self._named or n in _SPECIAL)]
             walked |= {n: vars(base)[n] for n in chosen}
-            self._sized.append(vars(base))
+            self._always.sized.append(vars(base))
             others = [c for c in self._classes if c.__qualname__ == base.__qualname__]
             number = f" ({others.index(base) + 1})" if others[0] is not base else ""
             self._attributes(f"class {base.__qualname__}{number}", vars(base), chosen, NAMED)
@@ -406,7 +433,7 @@ class Dependencies:
                 value = cell.cell_contents
             except ValueError:  # assigned later
                 continue
-            self._cells.append(cell)
+            self._always.cells.append(cell)
             self._add(f"{path}: {name}", value, NAMED)
         self._globals(f, names_in(f.__code__))
 
@@ -438,13 +465,13 @@ class Dependencies:
         if type(container) not in (list, dict, set, deque):
             self._fields_of(path, container, scope)
         if len(container) > _LARGEST:
-            self._sized.append(container)
+            self._always.sized.append(container)
             self.items[path] = (Identity(container), len(container))
             return
-        self._containers.append(container)
+        self._always.containers.append(container)
         values = [*container.values()] if isinstance(container, dict) else [*container]
         if not all(isinstance(v, PLAIN) for v in values):
-            self._mixed.append(container)
+            self._always.mixed.append(container)
         if isinstance(container, dict):
             self._elements(f"{path} keys", container.keys(), scope)
         self._elements(path, container.values() if isinstance(container, dict) else container, scope)
@@ -471,7 +498,7 @@ class Dependencies:
             return
         whole = not scope.named or isinstance(value, Collection)  # whose special methods may be a library's
         chosen = [n for n in fields if whole or n in self._named or n == "__wrapped__"]  # by functools.lru_cache
-        self._sized.append(fields)
+        self._always.sized.append(fields)
         self._attributes(path, fields, chosen, scope.inside(), whole=whole)
 
 
@@ -481,14 +508,14 @@ _CODE = (types.FunctionType, staticmethod, classmethod, property)
 def flags() -> tuple[Hashable, ...]:
     """The switches of PyTorch that change what a step computes, or by which kernels."""
     return (
-        torch.is_autocast_enabled("cuda"),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cuda"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_cache_enabled(),
-        torch.get_default_dtype(),
-        torch.is_inference_mode_enabled(),
-        *kernel_switches(),
+        is_autocast_enabled("cuda"),
+        is_autocast_enabled("cpu"),
+        get_autocast_dtype("cuda"),
+        get_autocast_dtype("cpu"),
+        is_autocast_cache_enabled(),
+        get_default_dtype(),
+        is_inference_mode_enabled(),
+        kernel_switches(),
         number_of_function_modes() and str(torch.get_default_device()),
     )
 
@@ -570,6 +597,13 @@ def _bytes(array: Any) -> bytes:
 def _copied(container: Any) -> Any:
     kind = next(kind for kind in (dict, list, set, deque) if isinstance(container, kind))
     return kind(container)
+
+
+def _elements_of(container: Any) -> Iterable[Any]:
+    """What is iterated over to see the elements as they are then; a class derived from dict may make a list of them."""
+    if isinstance(container, OrderedDict):
+        return OrderedDict.values(container)  # those of dict.values come in another order
+    return dict.values(container) if isinstance(container, dict) else container
 
 
 def in_words(item: Any) -> str:

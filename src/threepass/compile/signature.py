@@ -250,5 +250,6 @@ def _dense(z: Tensor) -> Tensor:
         )
     if z.layout != torch.strided:
         raise CaptureError(f"x or y contains a tensor of layout {z.layout}; only dense tensors can be captured")
-    nhwc = z.dim() == 4 and z.is_contiguous(memory_format=torch.channels_last)
-    return z if z.is_contiguous() or nhwc else z.contiguous()
+    if z.is_contiguous() or (z.dim() == 4 and z.is_contiguous(memory_format=torch.channels_last)):
+        return z
+    return z.contiguous()
