@@ -15,8 +15,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 # seen in 2.10 to 2.13: TensorGuards compares the metadata of many tensors (shape, strides, dtype, device, ...) in one
-# call. seen in 2.11 and 2.13: dict_version gives a number that is another one after every change of a dict's entries;
-# Python 3.11 counts the changes itself, from 3.12 on torch has Python tell it of them
+# call. seen in 2.11 and 2.13: dict_version gives a number that is another one after every change of a dict's entries
 from torch._C._dynamo.guards import TensorGuards, dict_version
 
 # seen in 2.10 to 2.13: tensors without contents, for shapes and strides
@@ -45,6 +44,7 @@ from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_m
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 __all__ = [
+    "DICTS_HAVE_VERSIONS",
     "GLOBAL_HOOKS",
     "MODULE_HOOKS",
     "MODULE_HOOK_FLAGS",
@@ -204,6 +204,9 @@ MODULE_OTHERS = (
 
 # seen in 2.10 to 2.13: the same for hooks that all modules run, in the order of MODULE_HOOKS
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(getattr(_module, f"_global{name}") for name in MODULE_HOOKS)
+
+# Python 3.11 counts the changes of a dict itself. From 3.12 on torch watches dicts for `dict_version`: not tried here.
+DICTS_HAVE_VERSIONS = sys.version_info < (3, 12)
 
 # seen in 2.10 to 2.13: attributes of torch's objects that other files read, and operations that they know by name
 PRIVATE_ATTRIBUTES: dict[str, tuple[str, ...]] = {

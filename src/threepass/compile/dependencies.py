@@ -34,6 +34,7 @@ from torch import (  # by name: an attribute of torch is looked up slowly, as th
 )
 
 from .._torch_compat import (
+    DICTS_HAVE_VERSIONS,
     GLOBAL_HOOKS,
     MODULE_HOOK_FLAGS,
     MODULE_HOOKS,
@@ -358,7 +359,8 @@ class Dependencies:
 
     def _looks(self, module: nn.Module | None) -> Looks:
         """Where a module's dicts belong: one that a step writes to would have another version at every call."""
-        return self._always if module is None or self._ignored.get(module) else self._versioned
+        versioned = DICTS_HAVE_VERSIONS and module is not None and not self._ignored.get(module)
+        return self._versioned if versioned else self._always
 
     def _entries(self, fields: dict[str, Any], kind: str, module: nn.Module | None = None) -> None:
         """A dict of a module, whose values are compared by identity; people also put another dict in its place."""
