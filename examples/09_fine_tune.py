@@ -4,7 +4,7 @@
     python examples/09_fine_tune.py --data train.txt --test test.txt --strength 10
 
 A data file has one example a line: the class, a space, the text. The penalty is on the gradient at the embeddings,
-since token ids have none. docs/fine-tuning.md has what was measured on TREC-6 and SST-2.
+since token ids have none. `benchmarks/fine_tuning` compares strengths, modes and other methods on TREC-6 and SST-2.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""The tables of docs/fine-tuning.md, from the study's runs.
+"""The tables of the fine-tuning study, from its runs.
 
-    python benchmarks/fine_tuning/tables.py results/fine-tuning/runs.jsonl --into docs/fine-tuning.md
+    python benchmarks/fine_tuning/tables.py runs.jsonl --into PAGE.md
 
+A page has the marks `<!-- overall -->` and `<!-- details -->`, each with an `<!-- end -->`.
 Accuracies are means over the seeds that were not used for the search. A difference is taken between runs of the same
 seed, which have the same training examples; it is bold where its 95 % interval (Student's t) excludes zero.
 """
