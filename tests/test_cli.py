@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 import warnings
 from importlib import metadata
@@ -144,7 +145,9 @@ def test_compare_and_report(own_folder, capsys):
     sizes = ["--model-options", '{"sizes": [64, 8, 10]}']
     methods = ["--alphas", "0.5", "--strengths", "0.1", "--mode", "exact", "--penalty", "l1", "--seeds", "1"]
     assert main(["compare", "--epochs", "1", *methods, *sizes, "--name", "c"]) == 0
-    assert "runs/c/report.html" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "runs/c/report.html" in said.out
+    assert "multiplies backpropagation's gradient" not in said.out + said.err
     assert (own_folder / "runs" / "c" / "report.html").stat().st_size > 10_000
     assert main(["report", "runs/c", "--out", "page.html"]) == 0
     assert (own_folder / "page.html").exists()
@@ -173,6 +176,19 @@ def test_robustness_of_runs_is_measured_and_reported(own_folder, capsys):
     page = (own_folder / "page.html").read_text()
     assert "a was trained on after its robustness was measured" in page
     assert "Accuracy under PGD" not in page
+
+
+def test_sizes_of_attacks_on_features_are_said_to_be_in_their_units(own_folder, capsys):
+    x = 100 * np.random.default_rng(0).standard_normal((40, 4))
+    y = (x[:, 0] > 0).astype(int)
+    np.savez(own_folder / "mine.npz", x_train=x, y_train=y, x_val=x, y_val=y)
+    assert main(["train", "--data", "mine.npz", "--epochs", "1", "--name", "a"]) == 0
+    capsys.readouterr()
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert main(["robustness", "runs/a", "--examples", "10"]) == 0
+    words = r"mine has features and no pixels: .* in their units, and their standard deviations are \d+ to \d+"
+    assert re.search(words, capsys.readouterr().err)
 
 
 def test_bench_writes_what_it_prints(own_folder, capsys, monkeypatch):

@@ -317,7 +317,8 @@ def compare(
     variants = [study.two_passes(), *(study.by_alpha(a, config.mode) for a in alphas)]
     variants += [study.by_strength(s, config.mode) for s in strengths]
     out, command = Path("runs") / (name or f"compare-{task.name}"), shlex.join(["threepass", *sys.argv[1:]])
-    _say_what_was_chosen(task, recipes.compare_defaults(task.model, task.data, given), common, given)
+    chosen = recipes.compare_defaults(task.model, task.data, given)
+    _say_what_was_chosen(task, chosen, dataclasses.replace(common, alpha=1.0), given)  # each method has its own alpha
     study.compare(
         dataset, lambda: run.fresh_model(dataset), common, variants, seeds, out, resume=resume, command=command
     )

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import threepass
+from threepass.errors import LossReductionWarning
 from threepass.inspect import advise as advising
 from threepass.inspect.advise import starting_strength
 
@@ -30,6 +31,11 @@ def test_a_relu_net_is_advised_paper_mode():
     assert advice.alignment.cosine > 0.5
     assert advice.cost == advice.step_seconds["paper"] / advice.step_seconds["plain"]
     assert min(advice.step_seconds.values()) > 0
+
+
+def test_a_loss_that_is_a_sum_is_said():
+    with pytest.warns(LossReductionWarning, match="a sum over the batch and not a mean"):
+        threepass.advise(net(nn.ReLU()), nn.CrossEntropyLoss(reduction="sum"), X, Y)
 
 
 def test_norms_are_advised_exact_mode_and_named():

@@ -1,6 +1,7 @@
 """Which runs are seeds of one series, what is compared with what, and when an interval is given: no false numbers."""
 
 import json
+import math
 import os
 import re
 
@@ -76,6 +77,19 @@ def test_runs_of_other_data_are_not_averaged_nor_compared(tmp_path):
     for figure in ("9.2", "11.9", "70.0"):  # the same digits, and none is best
         assert f"<td>{figure}</td>" in page
     assert "data &#34;cifar10&#34;, model &#34;plain20&#34;" in page  # what they differ in
+    assert "trained on different data (digits, fashion-mnist, cifar10), and their figures cannot be compared" in page
+
+
+def test_runs_that_have_all_diverged_are_refused(tmp_path):
+    run = write_run(tmp_path / "a")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(json.loads(z) | {"val_loss": math.nan}) + "\n" for z in lines)
+    )
+    beside_another = gather([run, write_run(tmp_path / "b", lr=0.2)])
+    assert beside_another.notes == ["a: 1 of 1 run diverged and is left out of all figures."]
+    with pytest.raises(ValueError, match=r"no run in .*a has finished an epoch without diverging"):
+        gather([run])
 
 
 def test_a_seed_that_occurs_twice_counts_once(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 from training import assert_same, data, simple
 
 import threepass
@@ -322,6 +322,38 @@ def test_stops_when_validation_gets_no_better(tmp_path):
     assert len(more.history) == stopped + 1
     with pytest.raises(ValueError, match="monitor must be one of val_loss, val_input_loss, val_error, train_loss"):
         fit(simple(), data(), monitor="val_accuracy")
+
+
+def test_the_highest_of_a_metric_of_which_more_is_better(tmp_path):
+    def accuracy(output, y):
+        return (output.argmax(1) == y).double().mean()
+
+    settings = {"batch_size": 10, "alpha": 1.0, "lr": 0.2, "patience": 3, "monitor_mode": "max"}
+    result = fit(
+        simple(), data(), folder=tmp_path, metric=accuracy, epochs=40, monitor="val_accuracy", **settings
+    )  # fmt: skip
+    values = [m["val_accuracy"] for m in result.history]
+    assert result.best()["epoch"] == 1 + values.index(max(values)) == len(values) - 3 < 37
+    assert result.best("val_loss", "min")["val_loss"] == min(m["val_loss"] for m in result.history)
+    with safe_open(tmp_path / "best.safetensors", "pt") as file:
+        assert file.metadata()["epoch"] == str(result.best()["epoch"])
+    with pytest.raises(ValueError, match="monitor_mode must be one of min, max, got 'most'"):
+        fit(simple(), data(), monitor_mode="most")
+
+
+@pytest.mark.parametrize("kind", ["pixels", "features"])
+def test_the_trained_model_takes_standardised_inputs(kind):
+    made = data()
+    if kind == "features":
+        g = torch.Generator().manual_seed(0)
+        x = 200 + 50 * torch.randn(60, 36, generator=g)
+        y = (x[:, 0] + x[:, 1] > 400).long()
+        pairs = TensorDataset(x, y)
+        made = from_dataset(Subset(pairs, range(40)), Subset(pairs, range(40, 60)))
+    result = fit(simple(), made, epochs=3, alpha=1.0, batch_size=10)
+    with torch.no_grad():
+        wrong = result.model(made.standardised(made.val.x)).argmax(1) != made.val.y
+    assert wrong.double().mean().item() == pytest.approx(result.history[-1]["val_error"], abs=1e-12)
 
 
 @pytest.mark.parametrize("update", ["batch", "epoch"])

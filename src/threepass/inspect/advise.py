@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.engine import Task, forward, run
+from ..core.engine import Result, Task, forward, run
+from ..core.misuse import warn_of_sum
 from ..core.options import Options, check_model, check_x
 from ..core.warn import curved_norms
 from ..tape.operation import Operation
@@ -99,7 +100,9 @@ def advise(
         found = alignment(model, loss_fn, x, y, input_at)
         mode = "exact" if norms or (activations and not found.cosine >= ENOUGH) else "paper"
         options = Options(mode=mode, strength=1.0, input_at=input_at, separate=True)
-        ratio = _gradient_ratio(model, loss_fn, x, y, options)
+        r = _measured(model, loss_fn, x, y, options)
+        warn_of_sum(model, loss_fn, x, y, r.output, r.loss)
+        ratio = _gradient_ratio(r)
         seconds = _step_seconds(model, loss_fn, x, y, input_at)
     strength = starting_strength(ratio)
     reasons = [*_about_mode(mode, norms, activations, found.cosine), _about_strength(strength, ratio)]
@@ -152,13 +155,17 @@ def _curved(model, loss_fn, x, y, input_at: str | None) -> tuple[tuple[str, ...]
     return tuple(curved_norms(of_model)), tuple(sorted(names & {*SMOOTH}))
 
 
-def _gradient_ratio(model, loss_fn, x, y, options: Options) -> float:
+def _measured(model, loss_fn, x, y, options: Options) -> Result:
     with unchanged_on_error(model, always=True):
         r = run(Task(model, loss_fn, x, y), options, warn=False)
     if not math.isfinite(r.loss.item()):
         raise ValueError(
             f"the loss is {r.loss.item()} on this batch: look for NaN or infinity in x, y and the model's parameters"
         )
+    return r
+
+
+def _gradient_ratio(r: Result) -> float:
     norms = [
         torch.stack([g.double().norm() for g in (t or {}).values()]).norm() for t in (r.third_grads, r.backprop_grads)
     ]

@@ -152,8 +152,10 @@ def gather(folders: Sequence[Path]) -> Study:
         study.notes.append(
             f"Not part of the comparison: {names}. The last table has the data and the model that each was trained on."
         )
-    if not any(run.history for group in study.groups for run in group.runs):
-        raise ValueError(f"nothing to report on: no run in {', '.join(map(str, folders))} has finished an epoch")
+    if not any(group.complete for group in study.groups):
+        raise ValueError(
+            f"nothing to report on: no run in {', '.join(map(str, folders))} has finished an epoch without diverging"
+        )
     for run in single:
         if run.robustness and run.robustness.get("epochs", len(run.history)) != len(run.history):
             run.robustness = None
@@ -163,9 +165,9 @@ def gather(folders: Sequence[Path]) -> Study:
             )
     for group in study.groups:
         if n := sum(run.diverged for run in group.runs):
-            runs = count(len(group.runs), "run")
-            study.notes.append(f"{group.name}: {n} of {runs} diverged and left out of all figures.")
-    study.notes += _unequal_lengths(study.groups)
+            runs, verb = count(len(group.runs), "run"), "is" if n == 1 else "are"
+            study.notes.append(f"{group.name}: {n} of {runs} diverged and {verb} left out of all figures.")
+    study.notes += _different_data(study.loose) + _unequal_lengths(study.groups)
     return study
 
 
@@ -178,6 +180,17 @@ def _what_to_give(folder: Path) -> str:
     if inside:
         return f"give the runs in it: threepass report {' '.join(map(str, inside[:8]))}{' ...' * (len(inside) > 8)}"
     return "give a folder that `threepass compare` or `threepass train` wrote"
+
+
+def _different_data(groups: Sequence[Group]) -> list[str]:
+    """A note where single runs were trained on several data sets: one table has them all."""
+    names = [*dict.fromkeys(str(group.runs[0].task["data"]) for group in groups if "data" in group.runs[0].task)]
+    if len(names) < 2:
+        return []
+    return [
+        f"The runs were trained on different data ({', '.join(names)}), and their figures cannot be compared with each "
+        "other: differences are taken between runs on the same data."
+    ]
 
 
 def _unequal_lengths(groups: Sequence[Group]) -> list[str]:

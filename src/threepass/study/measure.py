@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from ..errors import warn_caller
 from ..train.files import write_json
 from ..train.folder import resumed
 from ..train.runs import Run
@@ -22,6 +23,14 @@ def measure(folder: Path, where: dict[str, Any], examples: int = 500) -> dict[st
     data = run.load()
     if not data.classes:
         raise ValueError(f"{folder}: {data.name} has no classes, and accuracy is what is measured")
+    low, high = data.train.x.aminmax()
+    if data.train.x.dim() == 2 and data.train.x.is_floating_point() and (low < 0 or high > 1):
+        spread = f"{min(data.std):.3g} to {max(data.std):.3g}"
+        text = (
+            f"{data.name} has features and no pixels: the sizes of noise and attacks are in their units, and their "
+            f"standard deviations are {spread}"
+        )
+        warn_caller(text, UserWarning)
     trainer = Trainer(run.make_model(data), data, run.config)
     with resumed(folder) as files:
         trainer.begin(files)

@@ -17,6 +17,9 @@ from ..core.penalty import NAMES
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "step", "cosine")
 PRECISIONS = ("float32", "tf32", "bf16")
+CHOICES = {
+    "update": ("batch", "epoch"), "schedule": SCHEDULES, "precision": PRECISIONS, "monitor_mode": ("min", "max"),
+}  # fmt: skip
 SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay", "num_epochs": "epochs"}  # what others call a setting
 NOT_WITH_STRENGTH = ("alpha", "reduction")  # strength takes their place
 RESUME_MAY_CHANGE = ("epochs", "patience", "probe_every", "align_every", "save_every", "save_minutes")
@@ -56,7 +59,8 @@ class Config:
         warmup: epochs in which the learning rate rises to its value
         ema: decay of a moving average of the weights, which validation and the result use, such as 0.999; 0: none
         patience: stop after so many epochs without a better `monitor`; 0: never
-        monitor: the metric of the best epoch and of patience, the lower the better
+        monitor: the metric of the best epoch and of patience
+        monitor_mode: whether the lowest or the highest `monitor` is the best: min, max
         label_smoothing: of the cross-entropy
         augment: random crops after padding by 4, and horizontal flips
         precision: float32, tf32, bf16
@@ -96,6 +100,7 @@ class Config:
     ema: float = 0.0
     patience: int = 0
     monitor: str = "val_loss"
+    monitor_mode: str = "min"
     label_smoothing: float = 0.0
     augment: bool = False
     precision: str = "float32"
@@ -116,7 +121,7 @@ class Config:
             raise ValueError(f"penalty must be one of {', '.join(NAMES)}, got {self.penalty!r}")
         if self.alpha_end is not None:
             Options(self.alpha_end)
-        for name, accepted in {"update": ("batch", "epoch"), "schedule": SCHEDULES, "precision": PRECISIONS}.items():
+        for name, accepted in CHOICES.items():
             if getattr(self, name) not in accepted:
                 raise ValueError(f"{name} must be one of {', '.join(accepted)}, got {getattr(self, name)!r}")
         for name in ("epochs", "batch_size", "every", "save_every"):

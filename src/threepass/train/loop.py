@@ -28,7 +28,7 @@ from . import checkpoint
 from .config import Config
 from .feed import Data
 from .folder import created, resumed
-from .metrics import GivenFunctions, LossFn, Metric
+from .metrics import GivenFunctions, LossFn, Metric, best_of
 from .recipes import alpha_in_words
 from .trainer import AfterStep, Trainer
 
@@ -43,10 +43,11 @@ class Fit:
     E: float
     E_x: float
     history: History = field(repr=False)
+    config: Config = field(repr=False, default_factory=Config)
 
-    def best(self, monitor: str = "val_loss") -> dict[str, Any]:
-        """The metrics of the epoch in which this one was lowest."""
-        return min(self.history, key=lambda metrics: metrics[monitor])
+    def best(self, monitor: str | None = None, mode: str | None = None) -> dict[str, Any]:
+        """The metrics of the epoch in which `monitor` was lowest, or with mode "max" highest; default: the run's."""
+        return best_of(self.history, monitor or self.config.monitor, mode or self.config.monitor_mode)
 
 
 def fit(
@@ -70,6 +71,8 @@ def fit(
         model: on the device that it is to be trained on; a data set's tensors must be there too.
         data: a `threepass.train.data.DataSet`, as `load` and `from_dataset` give it, or two torch DataLoaders,
             `(train_loader, val_loader)`, of pairs (x, y) with x a tensor, or a tuple or dict of what the model takes.
+            The inputs of a DataSet are standardised, (x - mean) / std: the trained model takes `data.standardised(x)`.
+            What loaders give is used as it is.
         config: the settings.
         folder: where metrics (JSON lines, TensorBoard) and checkpoints go; none: nothing is written. A folder that
             holds a run is refused unless `resume` is set, and so is one that another process trains in.
@@ -97,7 +100,7 @@ def fit(
         print(words, file=sys.stderr)
     run = partial(trainer.run, after_step, keep_going)
     history = run() if folder is None else _run_in(Path(folder), trainer, run, resume)
-    return Fit(model, history[-1]["E"], history[-1]["E_x"], history)
+    return Fit(model, history[-1]["E"], history[-1]["E_x"], history, config)
 
 
 def _run_in(folder: Path, trainer: Trainer, run: Callable[[], History], resume: bool) -> History:

@@ -1,6 +1,7 @@
 """What is reported of a batch's output besides the loss, and the default losses."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +93,17 @@ def batch_sums(n: int, loss: Tensor, input_loss: Tensor, value: Any) -> Tensor:
     value = torch.as_tensor(value, dtype=torch.double, device=loss.device)
     means = torch.stack([loss.double(), value, input_loss.double(), torch.ones_like(value)])
     return means * n
+
+
+def best_of(history: Sequence[dict[str, Any]], monitor: str, mode: str) -> dict[str, Any]:
+    """The epoch's metrics with the lowest finite `monitor`, or with mode "max" the highest; of equals the first.
+
+    >>> epochs = [{"epoch": 1, "val_loss": math.nan}, {"epoch": 2, "val_loss": 0.5}, {"epoch": 3, "val_loss": 0.4}]
+    >>> best_of(epochs, "val_loss", "min")["epoch"], best_of(epochs, "val_loss", "max")["epoch"]
+    (3, 2)
+    """
+    sign = 1 if mode == "min" else -1
+    return min(history, key=lambda m: sign * m[monitor] if math.isfinite(m[monitor]) else math.inf)
 
 
 def in_words(metrics: dict[str, Any]) -> str:

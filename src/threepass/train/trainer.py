@@ -22,7 +22,7 @@ from .data import DataSet, LoaderBatches
 from .feed import Data, feed
 from .folder import RunFolder, event_names
 from .interrupts import Interrupts, interrupts_between_steps
-from .metrics import DEFAULTS, GivenFunctions, name_of
+from .metrics import DEFAULTS, GivenFunctions, best_of, name_of
 from .numerics import numerics
 from .optimizer import make_optimizer
 from .probes import compare_passes, measure_alignment
@@ -135,9 +135,8 @@ class Trainer:
         return self.epoch >= c.epochs or ((reached or worse) and self.done == 0)
 
     def _best(self) -> int:
-        """The epoch, counted from 1, in which the monitored metric was lowest."""
-        values = [(metrics[self.config.monitor], metrics["epoch"]) for metrics in self.history]
-        return min((value if math.isfinite(value) else math.inf, epoch) for value, epoch in values)[1]
+        """The epoch, counted from 1, in which the monitored metric was best."""
+        return best_of(self.history, self.config.monitor, self.config.monitor_mode)["epoch"]
 
     def _train_epoch(self, progress: Progress, after_step: AfterStep | None, keep_going: bool) -> None:
         """All batches that are left of the epoch; unless it is to keep going, up to a loss that is not finite."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .dataset import Split
+from .dataset import Split, standardisation
 
 PAD = 4
 
@@ -45,7 +45,7 @@ class Batches:
         self.split, self.batch_size, self.drop_last = split, batch_size, drop_last
         self.augment, self.shuffle, self.seed, self.part_of = augment, shuffle, seed, part_of
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        self.scale, self.shift = _affine(split.x, normalise)
+        self.scale, self.shift = standardisation(split.x, normalise)
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -95,17 +95,3 @@ def crop_and_flip(x: Tensor, top: Tensor, left: Tensor, flip: Tensor) -> Tensor:
     column = left[:, None] + torch.where(flip[:, None], column.flip(0), column)
     padded = F.pad(x, (PAD, PAD, PAD, PAD)).permute(0, 2, 3, 1)
     return padded[image, row[:, :, None], column[:, None, :]].permute(0, 3, 1, 2)
-
-
-def _affine(x: Tensor, normalise: tuple[Sequence[float], Sequence[float]] | None) -> tuple[Tensor, Tensor]:
-    """scale and shift, C x 1 x 1, with scale * x + shift = (pixels - mean) / std."""
-    channels = x.shape[1]
-    mean, std = ([0.0] * channels, [1.0] * channels) if normalise is None else normalise
-    if len(mean) != channels or len(std) != channels:
-        raise ValueError(f"normalise needs {channels} means and stds, one a channel; got {len(mean)} and {len(std)}")
-    one = 255 if x.dtype == torch.uint8 else 1
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    shape = (channels, *[1] * (x.dim() - 2))
-    scale = torch.tensor([1 / (one * s) for s in std], dtype=dtype).view(shape)
-    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], dtype=dtype).view(shape)
-    return scale.to(x.device), shift.to(x.device)

@@ -1,6 +1,6 @@
 """A data set: two splits on one device, with what is needed to normalise them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,12 +52,31 @@ class DataSet:
     classes: tuple[str, ...]
     name: str
 
+    def standardised(self, x: Tensor) -> Tensor:
+        """x as `fit` gives it to the model: (x - mean) / std, channel by channel; uint8 is divided by 255 before."""
+        scale, shift = standardisation(x, (self.mean, self.std))
+        return x.to(scale.dtype).mul(scale).add(shift)
+
+
+def standardisation(x: Tensor, normalise: tuple[Sequence[float], Sequence[float]] | None) -> tuple[Tensor, Tensor]:
+    """scale and shift, C x 1 x 1, with scale * x + shift = (pixels - mean) / std."""
+    channels = x.shape[1]
+    mean, std = ([0.0] * channels, [1.0] * channels) if normalise is None else normalise
+    if len(mean) != channels or len(std) != channels:
+        raise ValueError(f"normalise needs {channels} means and stds, one a channel; got {len(mean)} and {len(std)}")
+    one = 255 if x.dtype == torch.uint8 else 1
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    shape = (channels, *[1] * (x.dim() - 2))
+    scale = torch.tensor([1 / (one * s) for s in std], dtype=dtype).view(shape)
+    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], dtype=dtype).view(shape)
+    return scale.to(x.device), shift.to(x.device)
+
 
 def from_dataset(train: Dataset, val: Dataset, name: str = "dataset", device: Device = "cpu") -> DataSet:
     """A DataSet from two torch Datasets of pairs (x, label), or (x, target) with floating-point targets for regression.
 
     x is a tensor or array, C x H x W, H x W or F, or a PIL image. Every example is read once, so transforms should not
-    be random: augment with `Batches`.
+    be random: augment with `Batches`. `fit` trains on standardised inputs, `standardised(x)` of the result.
     """
     return assemble(_read("train", train), _read("val", val), name, device=device)
 
