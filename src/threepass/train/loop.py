@@ -71,8 +71,7 @@ def fit(
         model: on the device that it is to be trained on; a data set's tensors must be there too.
         data: a `threepass.train.data.DataSet`, as `load` and `from_dataset` give it, or two torch DataLoaders,
             `(train_loader, val_loader)`, of pairs (x, y) with x a tensor, or a tuple or dict of what the model takes.
-            The inputs of a DataSet are standardised, (x - mean) / std: the trained model takes `data.standardised(x)`.
-            What loaders give is used as it is.
+            The inputs of a DataSet, not those of loaders, are standardised: the model takes `data.standardised(x)`.
         config: the settings.
         folder: where metrics (JSON lines, TensorBoard) and checkpoints go; none: nothing is written. A folder that
             holds a run is refused unless `resume` is set, and so is one that another process trains in.
