@@ -152,9 +152,11 @@ def gather(folders: Sequence[Path]) -> Study:
         study.notes.append(
             f"Not part of the comparison: {names}. The last table has the data and the model that each was trained on."
         )
-    if not any(group.complete for group in study.groups):
+    finished = any(run.history for group in study.groups for run in group.runs)
+    if not finished or not (study.compared or any(group.complete for group in study.loose)):
         raise ValueError(
-            f"nothing to report on: no run in {', '.join(map(str, folders))} has finished an epoch without diverging"
+            f"nothing to report on: no run in {', '.join(map(str, folders))} has finished an epoch"
+            + " without diverging" * finished
         )
     for run in single:
         if run.robustness and run.robustness.get("epochs", len(run.history)) != len(run.history):
