@@ -144,8 +144,10 @@ def test_each_rank_draws_its_own_numbers_and_a_resumed_run_the_same(runs):
     assert metrics(runs / "random-parts") == metrics(runs / "random")
 
 
-def torchrun(folder: Path, *given: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-port"]
+def torchrun(folder: Path, *given: str, every: float = 0.1) -> subprocess.CompletedProcess:
+    """every: seconds between torchrun's looks at the ranks; when one has ended, it stops the others."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
+    command += ["--monitor-interval", str(every), "--master-port"]
     source = str(Path(threepass.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
     command += [free_port(), "-m", "threepass", *given]
@@ -155,7 +157,7 @@ def torchrun(folder: Path, *given: str) -> subprocess.CompletedProcess:
 def test_a_rank_that_dies_ends_the_job_and_the_run_goes_on(runs, monkeypatch):
     """Rank 1 ends in the second epoch; one process goes on from the end of the first."""
     folder = runs.parent
-    ended = torchrun(folder, *new("ended", epochs=2, **{"model-options": '{"last_call": 9}'}))
+    ended = torchrun(folder, *new("ended", epochs=2, **{"model-options": '{"last_call": 9}'}), every=10)
     assert ended.returncode != 0
     assert "threepass: another rank of this job has ended" in ended.stderr
     assert "threepass train --resume" in ended.stderr
