@@ -334,7 +334,7 @@ def test_the_highest_of_a_metric_of_which_more_is_better(tmp_path):
     )  # fmt: skip
     values = [m["val_accuracy"] for m in result.history]
     assert result.best()["epoch"] == 1 + values.index(max(values)) == len(values) - 3 < 37
-    assert result.best("val_loss", "min")["val_loss"] == min(m["val_loss"] for m in result.history)
+    assert result.best("val_loss")["val_loss"] == min(m["val_loss"] for m in result.history)
     with safe_open(tmp_path / "best.safetensors", "pt") as file:
         assert file.metadata()["epoch"] == str(result.best()["epoch"])
     with pytest.raises(ValueError, match="monitor_mode must be one of min, max, got 'most'"):

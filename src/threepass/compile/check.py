@@ -69,7 +69,7 @@ class Outputs(NamedTuple):
     penalties: Sequence[int] = ()
 
 
-NOTHING = Outputs()  # is known
+NOTHING = Outputs()  # where nothing is known of them
 
 
 class Figures(NamedTuple):

@@ -47,7 +47,9 @@ class Fit:
 
     def best(self, monitor: str | None = None, mode: str | None = None) -> dict[str, Any]:
         """The metrics of the epoch in which `monitor` was lowest, or with mode "max" highest; default: the run's."""
-        return best_of(self.history, monitor or self.config.monitor, mode or self.config.monitor_mode)
+        is_own = monitor in (None, self.config.monitor)
+        mode = mode or (self.config.monitor_mode if is_own else "min")
+        return best_of(self.history, monitor or self.config.monitor, mode)
 
 
 def fit(
