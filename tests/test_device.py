@@ -112,7 +112,7 @@ def test_recorded_training_on_a_gpu_is_eager_training(precision, settings, class
     for compile in (False, "require"):
         torch.manual_seed(0)
         model = models.plain(20, classes=classes).cuda()
-        runs.append(threepass.fit(model, data, compile=compile, precision=precision, **shared, **settings).history)
+        runs.append(threepass.fit(model, data, compile=compile, **shared, **settings).history)
     for ours, theirs in zip(*reversed(runs), strict=True):
         for name in ("train_loss", "train_input_loss", "val_loss", "val_input_loss"):
             assert ours[name] == pytest.approx(theirs[name], rel=0.1 if name.endswith("input_loss") else 0.01), name
