@@ -1,5 +1,10 @@
 import os
 
+from processor import avoid_trapped_instructions
+
+avoid_trapped_instructions()
+
+# ruff: noqa: E402 -- torch reads the limits of its libraries when it is imported
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
