@@ -98,8 +98,8 @@ class Layer:
         if op == "tangent":
             return conv_triton.forward_tangent(self.t, self.w, self.stride, self.u, self.ratio, self.seed, blocks)
         if op == "input":
-            return conv_triton.backward_input(self.d, self.w, self.stride, self.size, self.a, blocks)
-        return conv_triton.backward_weight(self.d, self.a, self.stride, True, blocks)
+            return conv_triton.backward_input(self.d, self.w, self.stride, self.size, self.a, blocks=blocks)
+        return conv_triton.backward_weight(self.d, self.a, self.stride, True, blocks=blocks)
 
     def cudnn(self, op: str, w: Tensor, d: Tensor, a: Tensor, t: Tensor) -> Any:
         if op in ("forward", "gate", "tangent"):

@@ -362,6 +362,52 @@ def test_kernels_in_nets_that_are_trained_in_part_or_by_other_weights(change, dt
     same(ours(*inputs), theirs(*inputs), 1e-5 if dtype == torch.float32 else 3e-2)
 
 
+class OperandsInTF32(torch.fx.Interpreter):
+    """Runs a graph; counts the products that are told that their operands are rounded, and sees that they are."""
+
+    rounded = others = 0
+
+    def run_node(self, n):
+        if "conv3x3" in str(n.target):
+            if n.kwargs.get("rounded"):
+                self.rounded += 1
+                operands = [self.env[z] for z in n.args[:2]]
+                assert all((z.view(torch.int32) & 0x1FFF == 0).all() for z in operands), n.format_node()
+            else:
+                self.others += 1
+        return super().run_node(n)
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+@pytest.mark.parametrize("net", ["plain", "resnet", "computed weight", "frozen"])
+def test_signals_are_rounded_to_tf32_where_they_are_computed(net, mode, monkeypatch, traced_for_kernels):
+    """All products but those of the image have TF32 numbers for operands, and none has to round them itself."""
+    fits = {"now": True}
+    monkeypatch.setattr(conv, "fits", lambda stride, *z, weight: fits["now"] and all(map(channels_last, z)))
+    model, _, y = problem("resnet" if net == "resnet" else "plain", torch.float32)
+    torch.manual_seed(1)  # no ReLU of this batch opens or closes by rounding
+    x = torch.randn(4, 3, 8, 8)
+    if net == "computed weight":
+        nn.utils.parametrizations.weight_norm(model[2])
+    if net == "frozen":
+        model[0].requires_grad_(False)
+    model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    step, inputs = step_of(model, x, y, mode=mode)
+    exact = trace(step, inputs, kernels=True)
+    monkeypatch.setattr("threepass.compile.rewrite.tf32.runs_on", lambda device: True)
+    monkeypatch.setattr("threepass.compile.rewrite.tf32.THIN", 3)
+    rounded = trace(step, inputs, kernels=True)
+    fits["now"] = False
+    check = OperandsInTF32(rounded.graph)
+    got = check.run(*rounded.state, *inputs)
+    assert check.rounded > (0 if net == "resnet" else 3 * check.others)
+    same(got, exact(*inputs), 5e-2 if net == "resnet" else 5e-3)
+    assert not all(torch.equal(g, e) for g, e in zip(got, exact(*inputs), strict=True))
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    without = trace(step, inputs, kernels=True)
+    assert not any(n.kwargs.get("rounded") or n.kwargs.get("round_result") for n in without.graph.graph.nodes)
+
+
 def channels_last(z):
     return z.is_contiguous(memory_format=torch.channels_last)
 

@@ -3,6 +3,8 @@
 The kernels run in Triton's interpreter, in a process of its own.
 """
 
+import functools
+
 import pytest
 import torch
 from interpreter import interpreted, needs_triton
@@ -11,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from threepass.kernels import conv
+from threepass.numerics.rounding import round_to_tf32
 
 # batch, channels in and out, height, width, stride
 CASES = [(2, 3, 16, 6, 5, 1), (1, 16, 5, 7, 8, 2), (2, 32, 16, 4, 4, 1), (3, 17, 33, 5, 3, 2)]
@@ -114,6 +117,7 @@ def check_kernels() -> None:
         for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
             _check_case(case, dtype, tolerance)
     _check_rounding()
+    _check_results_in_tf32()
 
 
 def _check_case(case, dtype: torch.dtype, tolerance: float) -> None:
@@ -152,6 +156,29 @@ def _check_rounding() -> None:
     _, mix = conv.forward_tangent(t, w, 1, a, RATIO, SEED)
     expected = conv._rounded_randomly(a.float() + RATIO * torch.where(a > 0, t, 0).float(), SEED, torch.bfloat16)
     torch.testing.assert_close(mix, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def _check_results_in_tf32() -> None:
+    """A result that is rounded to TF32 is the other one, rounded; the marks of closed ReLUs stay."""
+    for case in CASES:
+        a, w, b, d = signals(case, torch.float32)
+        *_, height, width, stride = case
+        for opened in (None, a):
+            call = functools.partial(conv.backward_input, d, w, stride, (height, width), opened)
+            assert torch.equal(call(round_result=True), round_to_tf32(call()))
+            assert opened is None or torch.equal(minus_zero(call(round_result=True)), a <= 0)
+        call = functools.partial(conv.forward, a, w, b, stride, True, d)
+        assert torch.equal(call(round_result=True, rounded=True), round_to_tf32(call()))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_plain_results_in_tf32(case):
+    a, w, b, d = signals(case, torch.float32)
+    assert torch.equal(
+        conv.forward(a, w, b, case[-1], False, round_result=True), round_to_tf32(conv.forward(a, w, b, case[-1], False))
+    )
+    g = conv.backward_input(d * 1e-44, w, case[-1], a.shape[2:], a, round_result=True)
+    assert torch.equal(minus_zero(g), a <= 0)  # what rounds to zero is no mark
 
 
 def _as_tuple(z: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

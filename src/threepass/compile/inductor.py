@@ -41,7 +41,8 @@ def warm_up(graph: Graph) -> None:
             calls[str(node.target), str(torch.fx.map_arg((node.args, node.kwargs), _shape))] = node
 
     def run(node: Any) -> None:
-        node.target(*torch.fx.map_arg(node.args, lambda n: _zeros(value_of(n))))
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: _zeros(value_of(n)))
+        node.target(*args, **kwargs)
 
     if calls:
         with ThreadPoolExecutor(min(8, len(calls))) as pool:

@@ -39,6 +39,14 @@ def weights_dtype(parameters: Iterable[Tensor]) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
+def tf32_convolutions() -> bool:
+    """Whether PyTorch's convolutions of float32 may be computed in TF32."""
+    try:
+        return torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # it was set by the newer name
+        return getattr(torch.backends.cudnn, "conv").fp32_precision == "tf32"  # noqa: B009
+
+
 @functools.cache
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Stochastic rounding in plain PyTorch: up or down at random, so that the mean over seeds is the exact value.
+"""Rounding in plain PyTorch: to TF32, and stochastic, up or down at random, so that the mean over seeds is exact.
 
 The random bits are a hash of the value, its position and a seed: no generator moves, and the same seed gives the same
 result. `rounded_randomly` is bit for bit what the Triton kernels compute (`kernels/rounding_triton.py`).
@@ -24,6 +24,12 @@ def round_stochastically(z: Tensor, dtype: torch.dtype, seed: Tensor | int = 0) 
     below = torch.floor(z / step)
     rounded = (below + (_noise(z, seed) < z / step - below)) * step
     return torch.where(torch.isfinite(z), rounded, z).to(dtype)
+
+
+def round_to_tf32(z: Tensor) -> Tensor:
+    """float32 z rounded to the nearest number of TF32's 10 bits, ties away from zero; NaN stays what it is."""
+    rounded = ((z.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
+    return torch.where(torch.isnan(z), z, rounded)
 
 
 def seed_of(step: int, place: int) -> int:

@@ -6,6 +6,7 @@
     gates       pass 3 reads the gates of ReLUs from pass 2's errors
     sums        computes each reduction once, and early
     fuse_*      puts in our own kernels where they are faster, in place of the formulas of rules (`kernels/fusible.py`)
+    tf32        rounds the operands of our convolutions to TF32 where they are computed
     strides     makes the graph independent of the strides that the traced tensors had
 
 `graph` has functions that create and replace nodes, `neighbours` those that look at the nodes next to a node.
@@ -25,6 +26,7 @@ from .mixes import open_mixes, share_mixes
 from .products import take_products_early, write_out_alphas, write_out_thin_products
 from .recompute import recompute_activations, recompute_convolutions, recompute_rectified_norms
 from .sums import keep_gated_sums, keep_sums_of_errors
+from .tf32 import round_signals
 
 _aten = torch.ops.aten
 
@@ -46,6 +48,7 @@ def apply(graph: GraphModule, kernels: bool) -> None:
         pack_errors(graph.graph)
         keep_gated_sums(graph.graph)
         fuse_batch_norms(graph.graph)
+        round_signals(graph.graph)
         write_out_formulas(graph.graph)
     for node in recomputed:
         if node.target is _aten.convolution.default:  # `share_sums` would merge it with that of pass 1

@@ -10,6 +10,10 @@ Padding 1, stride 1 or 2, no groups, no dilation. a: (n, i, h, w), W: (o, i, 3, 
 The error of a closed ReLU is written as minus zero, that of an open one never is: so d itself tells pass 3 which ReLUs
 are open, and pass 1's activations need not be kept for it.
 
+Where TF32 is allowed, the kernels round the operands of their products, which is slow. `round_result` rounds a signal
+where it is computed instead; a kernel all of whose operands are TF32 numbers is told so by `rounded`
+(`compile/rewrite/tf32.py`).
+
 Each is a custom operation (`torch.ops.threepass`), opaque to the compiler: inlined into Inductor's code the kernels
 were no faster, and took six times as long to compile. Where `fits` holds it is a Triton kernel (`triton_kernel.py`),
 else plain PyTorch.
@@ -22,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from ...numerics.precision import HALF, accumulate_dtype
-from ...numerics.rounding import rounded_randomly
+from ...numerics.precision import HALF, accumulate_dtype, tf32_convolutions
+from ...numerics.rounding import round_to_tf32, rounded_randomly
 from .. import runs_on
 
 _aten = torch.ops.aten
@@ -93,46 +97,60 @@ def forward(
     relu: bool,
     gate: Tensor | None = None,
     open: Tensor | None = None,
+    rounded: bool = False,
+    round_result: bool = False,
 ) -> Tensor:
     """z = W * a + bias; with `relu` max(z, 0).
 
     With a `gate` like z, 0 where that is minus zero; with `open` like z, 0 where that is not positive.
     """
     if fits(stride, a, weight=w.shape) and a.dtype == w.dtype:
-        return _kernels().forward(a, w, bias, stride, relu, gate, open)
+        return _kernels().forward(a, w, bias, stride, relu, gate, open, rounded, round_result)
     z = _convolution(a, w, None if bias is None else bias.to(a.dtype), stride)
     z = z.relu() if relu else z
     z = z if gate is None else torch.where((gate == 0) & torch.signbit(gate), 0.0, z)
-    return _nhwc(z if open is None else torch.where(open > 0, z, 0.0))
+    z = z if open is None else torch.where(open > 0, z, 0.0)
+    return _nhwc(_to_tf32(z) if round_result else z)
 
 
 @forward.register_fake
-def _(a, w, bias, stride, relu, gate=None, open=None):
+def _(a, w, bias, stride, relu, gate=None, open=None, rounded=False, round_result=False):
     return _like(a, w.shape[0], *((size - 1) // stride + 1 for size in a.shape[2:]))
 
 
 @custom_op("threepass::conv3x3_input", mutates_args=())
-def backward_input(d: Tensor, w: Tensor, stride: int, size: Sequence[int], open: Tensor | None) -> Tensor:
+def backward_input(
+    d: Tensor,
+    w: Tensor,
+    stride: int,
+    size: Sequence[int],
+    open: Tensor | None,
+    rounded: bool = False,
+    round_result: bool = False,
+) -> Tensor:
     """g = W^T * d, of height and width `size`; with `open` like g, minus zero where that is not positive."""
     height, width = size
     if fits(stride, d, weight=w.shape) and d.dtype == w.dtype:
-        return _kernels().backward_input(d, w, stride, (height, width), open)
+        return _kernels().backward_input(d, w, stride, (height, width), open, rounded, round_result)
     a = torch.empty((d.shape[0], w.shape[1], height, width), dtype=d.dtype, device=d.device)
     g = _convolution_backward(d, a, w, stride, (True, False, False))[0]
+    g = _to_tf32(g) if round_result else g
     return _nhwc(g if open is None else torch.where(open > 0, torch.where(g == 0, 0.0, g), -0.0))
 
 
 @backward_input.register_fake
-def _(d, w, stride, size, open):
+def _(d, w, stride, size, open, rounded=False, round_result=False):
     return _like(d, w.shape[1], *size)
 
 
 @custom_op("threepass::conv3x3_weight", mutates_args=())
-def backward_weight(d: Tensor, m: Tensor, stride: int, channels_last: bool) -> tuple[Tensor, Tensor]:
+def backward_weight(
+    d: Tensor, m: Tensor, stride: int, channels_last: bool, rounded: bool = False
+) -> tuple[Tensor, Tensor]:
     """(sum d (x) m as (o, i, 3, 3), sum d as (o)) in float32, the same bits every time."""
     shape = (d.shape[1], m.shape[1], 3, 3)
     if fits(stride, d, m, weight=shape):
-        return _kernels().backward_weight(d, m, stride, channels_last)
+        return _kernels().backward_weight(d, m, stride, channels_last, rounded)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     d, m = (z.to(accumulate_dtype(z.dtype)) for z in (d, m))
     w = torch.empty(shape, dtype=d.dtype, device=d.device)
@@ -141,7 +159,7 @@ def backward_weight(d: Tensor, m: Tensor, stride: int, channels_last: bool) -> t
 
 
 @backward_weight.register_fake
-def _(d, m, stride, channels_last):
+def _(d, m, stride, channels_last, rounded=False):
     layout = torch.channels_last if channels_last else torch.contiguous_format
     dtype, o, i = accumulate_dtype(d.dtype), d.shape[1], m.shape[1]
     return d.new_empty((o, i, 3, 3), dtype=dtype).contiguous(memory_format=layout), d.new_empty((o,), dtype=dtype)
@@ -170,6 +188,10 @@ def _(t, w, stride, a, ratio, seed):
 
 def _like(z: Tensor, channels: int, *size: int) -> Tensor:
     return z.new_empty((z.shape[0], channels, *size)).contiguous(memory_format=torch.channels_last)
+
+
+def _to_tf32(z: Tensor) -> Tensor:
+    return round_to_tf32(z) if z.dtype == torch.float32 and tf32_convolutions() else z
 
 
 def _rounded_randomly(z: Tensor, seed: Tensor, dtype: torch.dtype) -> Tensor:

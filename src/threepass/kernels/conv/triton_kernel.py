@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...numerics.precision import tf32_convolutions
 from ..launch import multiprocessors, on_its_device
-from ..product_triton import product
+from ..product_triton import nearest_tf32, product
 from ..rounding_triton import rounded_randomly
 
 
@@ -106,12 +107,12 @@ def _weights(w, k0, C: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.c
 def _product(a, w, p, pixels, C: tl.constexpr, N: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr,
              OW: tl.constexpr, STRIDE: tl.constexpr, SC: tl.constexpr, SN: tl.constexpr, SY: tl.constexpr,
              SX: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-             PRECISION: tl.constexpr):  # fmt: skip
+             PRECISION: tl.constexpr, ROUNDED: tl.constexpr):  # fmt: skip
     """[p, BN] in float32: the correlation of a with w at the pixels p."""
     z = tl.zeros((BP, BN), tl.float32)
     for k in range(0, 9 * C, BK):
         patches = _patches(a, p, pixels, k, C, BK, H, W, OH, OW, STRIDE)
-        z = product(patches, _weights(w, k, C, N, BK, BN, SC, SN, SY, SX), z, PRECISION)
+        z = product(patches, _weights(w, k, C, N, BK, BN, SC, SN, SY, SX), z, PRECISION, ROUNDED)
     return z
 
 
@@ -128,10 +129,11 @@ def _closed(d):
 def _forward_kernel(a, w, bias, gate, opened, out, pixels, RELU: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
                     H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, STRIDE: tl.constexpr,
                     SC: tl.constexpr, SN: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, BP: tl.constexpr,
-                    BK: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                    BK: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, ROUNDED: tl.constexpr,
+                    ROUND: tl.constexpr):  # fmt: skip
     p = tl.program_id(0) * BP + tl.arange(0, BP)
     n = tl.arange(0, BN)[None, :]
-    z = _product(a, w, p, pixels, C, N, H, W, OH, OW, STRIDE, SC, SN, SY, SX, BP, BK, BN, PRECISION)
+    z = _product(a, w, p, pixels, C, N, H, W, OH, OW, STRIDE, SC, SN, SY, SX, BP, BK, BN, PRECISION, ROUNDED)
     here = p[:, None] * N + n
     inside = (p < pixels)[:, None] & (n < N)
     if bias is not None:
@@ -142,6 +144,8 @@ def _forward_kernel(a, w, bias, gate, opened, out, pixels, RELU: tl.constexpr, C
         z = tl.where(_closed(tl.load(gate + here, mask=inside, other=0.0)), 0.0, z)
     if opened is not None:
         z = tl.where(tl.load(opened + here, mask=inside, other=0.0) > 0, z, 0.0)
+    if ROUND:
+        z = nearest_tf32(z)
     tl.store(out + here, z.to(out.dtype.element_ty), mask=inside)
 
 
@@ -152,7 +156,7 @@ def _tangent_kernel(t, w, a, ratio, t_out, mix, pixels, seed, C: tl.constexpr, N
                     BN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     p = tl.program_id(0) * BP + tl.arange(0, BP)
     n = tl.arange(0, BN)[None, :]
-    z = _product(t, w, p, pixels, C, N, H, W, OH, OW, STRIDE, SC, SN, SY, SX, BP, BK, BN, PRECISION)
+    z = _product(t, w, p, pixels, C, N, H, W, OH, OW, STRIDE, SC, SN, SY, SX, BP, BK, BN, PRECISION, False)
     here = p[:, None] * N + n
     inside = (p < pixels)[:, None] & (n < N)
     u = tl.load(a + here, mask=inside, other=0.0).to(tl.float32)
@@ -166,9 +170,11 @@ def _tangent_kernel(t, w, a, ratio, t_out, mix, pixels, seed, C: tl.constexpr, N
 
 
 @triton.jit
-def _store_error(g, to, opened, here, inside):
+def _store_error(g, to, opened, here, inside, ROUND: tl.constexpr):
     """Stores g where opened > 0, its zeros as plus zero, and minus zero elsewhere."""
     g = g.to(to.dtype.element_ty).to(tl.float32)  # what rounds to zero is zero
+    if ROUND:
+        g = nearest_tf32(g)
     if opened is not None:
         g = tl.where(g == 0, 0.0, g)
         mark = tl.full((1, 1), -2147483648, tl.int32).to(tl.float32, bitcast=True)  # Triton reads a literal -0.0 as 0.0
@@ -179,20 +185,21 @@ def _store_error(g, to, opened, here, inside):
 @triton.jit
 def _input_kernel(d, w, opened, g, pixels, C: tl.constexpr, N: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
                   SC: tl.constexpr, SN: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, BP: tl.constexpr,
-                  BK: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                  BK: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, ROUNDED: tl.constexpr,
+                  ROUND: tl.constexpr):  # fmt: skip
     """Stride 1: the correlation of d with the weights turned around."""
     p = tl.program_id(0) * BP + tl.arange(0, BP)
     n = tl.arange(0, BN)[None, :]
     turned = w + 2 * (SY + SX)
-    z = _product(d, turned, p, pixels, C, N, H, W, H, W, 1, SC, SN, -SY, -SX, BP, BK, BN, PRECISION)
-    _store_error(z, g, opened, p[:, None] * N + n, (p < pixels)[:, None] & (n < N))
+    z = _product(d, turned, p, pixels, C, N, H, W, H, W, 1, SC, SN, -SY, -SX, BP, BK, BN, PRECISION, ROUNDED)
+    _store_error(z, g, opened, p[:, None] * N + n, (p < pixels)[:, None] & (n < N), ROUND)
 
 
 @triton.jit
 def _input_kernel_2(d, w, opened, g, pixels, C: tl.constexpr, N: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
                     OH: tl.constexpr, OW: tl.constexpr, SC: tl.constexpr, SN: tl.constexpr, SY: tl.constexpr,
                     SX: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-                    PRECISION: tl.constexpr):  # fmt: skip
+                    PRECISION: tl.constexpr, ROUNDED: tl.constexpr, ROUND: tl.constexpr):  # fmt: skip
     """Stride 2: the pixels (2 i + py, 2 j + px) get 1 or 2 taps a direction, so each of the four parities has its own
     programs. An even row y = 2 i reads row i of d at ky = 1; an odd one rows i + 1 and i at ky = 0 and 2."""
     py = tl.program_id(1) // 2
@@ -215,10 +222,11 @@ def _input_kernel_2(d, w, opened, g, pixels, C: tl.constexpr, N: tl.constexpr, H
         ky = 1 - py + 2 * (k // C >> px)
         kx = 1 - px + 2 * (k // C & px)
         v = tl.load(w + k % C * SC + n * SN + ky * SY + kx * SX, mask=(k < depth) & (n < N), other=0.0)
-        z = product(e, v, z, PRECISION)
+        z = product(e, v, z, PRECISION, ROUNDED)
     y = 2 * i + py
     x = 2 * j + px
-    _store_error(z, g, opened, ((b * H + y) * W + x) * N + n, (p < pixels)[:, None] & (y < H) & (x < W) & (n < N))
+    inside = (p < pixels)[:, None] & (y < H) & (x < W) & (n < N)
+    _store_error(z, g, opened, ((b * H + y) * W + x) * N + n, inside, ROUND)
 
 
 @triton.jit
@@ -231,7 +239,8 @@ def _store_rows(work, acc, k0, C: tl.constexpr, N: tl.constexpr, BK: tl.constexp
 @triton.jit
 def _weight_kernel(d, m, work, pixels, part, C: tl.constexpr, N: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
                    OH: tl.constexpr, OW: tl.constexpr, STRIDE: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
-                   BN: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                   BN: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr,
+                   ROUNDED: tl.constexpr):  # fmt: skip
     """Of `part` pixels: rows k of the weight gradient, [9 C, N], and as one row more the sum of d."""
     split = tl.program_id(0)
     k0 = tl.program_id(1) * (TILES * BK)
@@ -245,12 +254,12 @@ def _weight_kernel(d, m, work, pixels, part, C: tl.constexpr, N: tl.constexpr, H
         e = tl.load(d + p[:, None] * N + n, mask=(p < pixels)[:, None] & (n < N), other=0.0)
         total += e.to(tl.float32)
         s = _patches(m, p, pixels, k0, C, BK, H, W, OH, OW, STRIDE)
-        acc0 = product(tl.trans(s), e, acc0, PRECISION)
+        acc0 = product(tl.trans(s), e, acc0, PRECISION, ROUNDED)
         if TILES == 3:
             s = _patches(m, p, pixels, k0 + BK, C, BK, H, W, OH, OW, STRIDE)
-            acc1 = product(tl.trans(s), e, acc1, PRECISION)
+            acc1 = product(tl.trans(s), e, acc1, PRECISION, ROUNDED)
             s = _patches(m, p, pixels, k0 + 2 * BK, C, BK, H, W, OH, OW, STRIDE)
-            acc2 = product(tl.trans(s), e, acc2, PRECISION)
+            acc2 = product(tl.trans(s), e, acc2, PRECISION, ROUNDED)
     work += split * ((9 * C + 1) * N)
     _store_rows(work, acc0, k0, C, N, BK, BN)
     if TILES == 3:
@@ -278,11 +287,13 @@ def _sum_kernel(work, g_w, g_b, splits, C: tl.constexpr, N: tl.constexpr, SC: tl
 
 
 def _precision() -> str:
-    try:
-        allowed = torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # it was set by the newer name
-        allowed = getattr(torch.backends.cudnn, "conv").fp32_precision == "tf32"  # noqa: B009
-    return "tf32" if allowed else "ieee"
+    return "tf32" if tf32_convolutions() else "ieee"
+
+
+def _of_rounding(rounded: bool, round_result: bool, z: Tensor) -> dict[str, bool]:
+    """The constants that say what is rounded to TF32: only float32 is, and only where TF32 is allowed."""
+    tf32 = z.dtype == torch.float32 and tf32_convolutions()
+    return {"ROUNDED": tf32 and rounded, "ROUND": tf32 and round_result}
 
 
 def _nhwc(z: Tensor | None) -> Tensor | None:
@@ -323,6 +334,8 @@ def forward(
     relu: bool,
     gate: Tensor | None = None,
     opened: Tensor | None = None,
+    rounded: bool = False,
+    round_result: bool = False,
     blocks: Blocks | None = None,
 ) -> Tensor:
     blocks = blocks or blocks_for(FORWARD, a)
@@ -338,6 +351,7 @@ def forward(
         pixels,
         RELU=relu,
         **_of_forward(a, w, out, stride, blocks),
+        **_of_rounding(rounded, round_result, a),
     )
     return out
 
@@ -357,7 +371,14 @@ def forward_tangent(
 
 @on_its_device
 def backward_input(
-    d: Tensor, w: Tensor, stride: int, size: tuple[int, int], opened: Tensor | None, blocks: Blocks | None = None
+    d: Tensor,
+    w: Tensor,
+    stride: int,
+    size: tuple[int, int],
+    opened: Tensor | None,
+    rounded: bool = False,
+    round_result: bool = False,
+    blocks: Blocks | None = None,
 ) -> Tensor:
     blocks = blocks or blocks_for(THIN_INPUT if w.shape[1] < 16 else INPUT, d)
     g = _empty(d, w.shape[1], size)
@@ -365,7 +386,7 @@ def backward_input(
         "C": w.shape[0], "N": w.shape[1], "H": size[0], "W": size[1], "SC": w.stride(0), "SN": w.stride(1),
         "SY": w.stride(2), "SX": w.stride(3), "BP": blocks.pixels, "BK": blocks.k, "BN": _padded(w.shape[1]),
         "PRECISION": _precision(), "num_warps": blocks.warps, "num_stages": blocks.stages,
-    }  # fmt: skip
+    } | _of_rounding(rounded, round_result, d)  # fmt: skip
     pixels = d.shape[0] * d.shape[2] * d.shape[3]
     tiles = triton.cdiv(pixels, blocks.pixels)
     if stride == 1:
@@ -378,7 +399,7 @@ def backward_input(
 
 @on_its_device
 def backward_weight(
-    d: Tensor, m: Tensor, stride: int, channels_last: bool, blocks: Blocks | None = None
+    d: Tensor, m: Tensor, stride: int, channels_last: bool, rounded: bool = False, blocks: Blocks | None = None
 ) -> tuple[Tensor, Tensor]:
     blocks = blocks or blocks_for_weight(d, m)
     (batch, o, height, width), i = d.shape, m.shape[1]
@@ -391,7 +412,7 @@ def backward_weight(
     _weight_kernel[(splits, triton.cdiv(9 * i, blocks.k * blocks.tiles))](
         d, m, work, pixels, part, C=i, N=o, H=m.shape[2], W=m.shape[3], OH=height, OW=width, STRIDE=stride,
         BP=blocks.pixels, BK=blocks.k, BN=_padded(o), TILES=blocks.tiles, PRECISION=_precision(),
-        num_warps=blocks.warps, num_stages=blocks.stages,
+        ROUNDED=_of_rounding(rounded, False, d)["ROUNDED"], num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     layout = torch.channels_last if channels_last else torch.contiguous_format
     g_w = torch.empty((o, i, 3, 3), dtype=torch.float32, device=d.device, memory_format=layout)
