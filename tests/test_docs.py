@@ -112,7 +112,9 @@ def test_measured_figures_are_those_of_the_result_files(page, tmp_path):
 
 def test_the_table_of_costs_was_measured_at_one_commit():
     """But for the large nets, which are measured by a command of their own."""
-    commits = {stem: json.loads((BENCH / f"{stem}.json").read_text())["machine"]["commit"] for stem, _ in COSTS.values()}
+    commits = {
+        stem: json.loads((BENCH / f"{stem}.json").read_text())["machine"]["commit"] for stem, _ in COSTS.values()
+    }
     (commit,) = {commit for stem, commit in commits.items() if not stem.startswith("large/")}
     text = (ROOT / "docs" / "speed-details.md").read_text()
     assert commit[:7] in text

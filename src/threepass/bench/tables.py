@@ -222,7 +222,7 @@ def large_nets(folder: Path) -> str:
 
 def _of_large(r: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The methods of a large net as those of other cases; of a method's forms, the fastest is "best"."""
-    methods = {}
+    methods: dict[str, dict[str, Any]] = {}
     for name in LARGE_METHODS:
         forms = [row for key, row in r["rows"].items() if key.startswith(f"{name},")]
         row = dict(min(forms, key=lambda row: row.get("median", math.inf), default={}))
