@@ -16,6 +16,13 @@ def test_the_promised_versions_are_run():
     assert versions.VERSIONS[-1] == newest
 
 
+def test_other_packages_are_those_of_the_tests():
+    pins = re.findall("^([a-zA-Z][^=]*)==", versions.pins(), re.MULTILINE)
+    known = re.findall("^([a-zA-Z][^=]*)==", (versions.ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert {*known} - {*pins} == {"torch", "triton"}
+    assert "torch-geometric" in pins
+
+
 def test_a_version_that_is_not_promised_is_refused():
     with pytest.raises(SystemExit, match=r"2\.10, .*: 1\.0"):
         versions.main(["2.11", "1.0"])

@@ -26,13 +26,20 @@ RESULTS = ROOT / "results" / "versions.json"
 def python_with(version: str) -> Path:
     """The interpreter of an environment with the newest torch of that version and everything that the tests need."""
     place = ROOT / ".venvs" / f"torch-{version}"
-    python, ready = place / "bin" / "python", place / "ready"
-    if not ready.exists():
+    python, asked, installed = place / "bin" / "python", place / "asked.txt", place / "installed.txt"
+    if not installed.exists() or installed.read_text() != pins():
         venv.create(place, with_pip=True)
-        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        asked.write_text(pins())
+        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", asked]
         subprocess.run([*install, f"torch=={version}.*", "--editable", f"{ROOT}[dev]"], check=True)
-        ready.touch()
+        asked.replace(installed)
     return python
+
+
+def pins() -> str:
+    """constraints.txt without torch, and without Triton, of which every torch asks for its own version."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith(("torch==", "triton==")))
 
 
 def run(version: str, selection: list[str]) -> dict:
