@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..compile.programs import check_compile
-from ..core.options import Options
+from ..core.options import ALPHA, REDUCTION, Options, check_weights
 from ..core.penalty import NAMES
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
@@ -78,9 +78,9 @@ class Config:
     batch_size: int = 128
     update: str = "batch"
     epsilon: float | None = None
-    alpha: float = 0.1
+    alpha: float = ALPHA
     alpha_end: float | None = None
-    reduction: str = "batch"
+    reduction: str = REDUCTION
     mode: str = "paper"
     strength: float | None = None
     penalty: str = "l2"
@@ -116,6 +116,7 @@ class Config:
     def __post_init__(self) -> None:
         self._check_types()
         object.__setattr__(self, "milestones", tuple(self.milestones))
+        check_weights(self.alpha, self.reduction, self.strength)
         Options(self.alpha, self.reduction, self.mode, self.strength, self.input_at)
         if self.penalty not in NAMES:
             raise ValueError(f"penalty must be one of {', '.join(NAMES)}, got {self.penalty!r}")
@@ -183,7 +184,7 @@ class Config:
 
     def with_settings(self, settings: Mapping[str, Any]) -> "Config":
         """This config with some settings replaced."""
-        return Config.from_dict({f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | dict(settings))
+        return Config.from_dict(self.to_dict() | dict(settings))
 
     def differing(self, other: "Config") -> list[str]:
         """The settings in which two configs differ."""
