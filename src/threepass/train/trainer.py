@@ -1,6 +1,7 @@
 """One run from its first step to its last: steps, epochs, metrics, checkpoints."""
 
 import contextlib
+import itertools
 import math
 import signal
 import time
@@ -22,6 +23,7 @@ from .data import DataSet, LoaderBatches
 from .feed import Data, feed
 from .folder import RunFolder, event_names
 from .interrupts import Interrupts, interrupts_between_steps
+from .loss_watch import LossWatch, bad_values
 from .metrics import DEFAULTS, GivenFunctions, best_of, name_of
 from .numerics import numerics
 from .optimizer import make_optimizer
@@ -64,6 +66,7 @@ class Trainer:
         self.seconds = 0.0  # of the epoch so far
         self.history: list[dict[str, Any]] = []
         self.folder: RunFolder | None = None
+        self._losses = LossWatch()
         self._interrupts = Interrupts()
         self._saved = self._watched = time.monotonic()
         self._logged = 0  # batches of the epoch whose figures are logged
@@ -170,10 +173,12 @@ class Trainer:
 
         Several ranks look at every step: they must stop at the same one.
         """
-        if self.device.type != "cpu" and self.ranks.size == 1 and time.monotonic() - self._watched < 1:
+        is_recent = self._losses.first is not None and time.monotonic() - self._watched < 1
+        if self.device.type != "cpu" and self.ranks.size == 1 and is_recent:
             return False
         self._watched = time.monotonic()
-        return not math.isfinite(self.steps.loss.item())
+        lr = self.steps.schedule.lr(self.epoch * len(self.batches) + self.done - 1)
+        return not self._losses.is_finite(self.steps.loss.item(), lr)
 
     def _finish_epoch(self, progress: Progress, keep_going: bool) -> None:
         with contextlib.nullcontext() if self.average is None else self.average.in_place():
@@ -188,12 +193,18 @@ class Trainer:
         if self.folder is not None:
             self.folder.write_metrics(self.history)
         if diverged:
-            raise DivergedError(self.epoch + 1, bad, self.epoch * len(self.batches) + (bad or 0))
+            position = self.epoch * len(self.batches) + (bad or 0)
+            raise DivergedError(self.epoch + 1, bad, position, self._bad_data(bad))
         self.epoch, self.done, self.seconds, self._logged = self.epoch + 1, 0, 0.0, 0
         self.steps.sums.zero_()
         if self.epoch % self.config.save_every == 0 or self.epoch == self.config.epochs:
             self.save()
         progress.epoch(metrics)
+
+    def _bad_data(self, batch: int | None) -> str | None:
+        """What is not finite in a batch of this epoch, which is read again; None: in the validation set."""
+        batches = self.feed.val.epoch(0) if batch is None else self.batches.epoch(self.epoch, batch)
+        return bad_values(itertools.islice(batches, None if batch is None else 1))
 
     def _measure_epoch(self) -> dict[str, Any]:
         began = time.perf_counter() - self.seconds
