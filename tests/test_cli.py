@@ -121,6 +121,56 @@ def test_regression_on_the_command_line(own_folder, capsys):
     assert "this run has none" in capsys.readouterr().err
 
 
+def test_a_regression_has_a_learning_rate_of_its_own(own_folder, capsys):
+    x = np.random.default_rng(0).standard_normal((60, 4))
+    np.savez("mine.npz", x_train=x, y_train=x[:, 0], x_val=x, y_val=x[:, 1])
+    few = ["train", "--data", "mine.npz", "--epochs", "1"]
+
+    def saved_lr(run):
+        return json.loads((own_folder / "runs" / run / "run.json").read_text())["config"]["lr"]
+
+    assert main(few) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[1] == "lr 0.01, the default for regression by the mean squared error with SGD"
+    assert saved_lr("mlp-mine") == 0.01
+    assert main(["train", "--resume", "runs/mlp-mine", "--epochs", "2"]) == 0
+    assert main([*few, "--lr", "0.1"]) == 0
+    assert "default for regression" not in capsys.readouterr().out
+    assert saved_lr("mlp-mine-2") == 0.1
+
+
+def test_a_net_of_ones_own_with_norms_starts_in_exact_mode(own_folder, capsys, monkeypatch):
+    (own_folder / "of_mine.py").write_text(
+        "from torch import nn\n\n\n"
+        "def normed():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.LayerNorm(8), nn.Linear(8, 10))\n\n"
+        "def plain():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+    )
+    monkeypatch.syspath_prepend(own_folder)
+    few = ["train", "--epochs", "1", "--lr", "0.01", "--model"]
+
+    def saved(run):
+        return json.loads((own_folder / "runs" / run / "run.json").read_text())["config"]
+
+    assert main([*few, "of_mine:normed"]) == 0
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("no recipe for of_mine:normed on digits: strength 0.1, mode exact for its norms, to start")
+    assert saved("of_mine-normed-digits")["mode"] == "exact"
+    assert main(["train", "--resume", "runs/of_mine-normed-digits", "--epochs", "2"]) == 0
+    assert main([*few, "of_mine:plain"]) == 0
+    assert saved("of_mine-plain-digits")["mode"] == "paper"
+    assert main([*few, "of_mine:normed", "--alpha", "1"]) == 0
+    assert saved("of_mine-normed-digits-2")["mode"] == "paper"
+    compared = ["compare", *few[1:], "of_mine:normed", "--strengths", "0.1", "--seeds", "1"]
+    assert main(compared) == 0
+    assert "strength 0.1, exact" in capsys.readouterr().out
+    about = json.loads((own_folder / "runs" / "compare-of_mine-normed-digits" / "compare.json").read_text())
+    assert [v["name"] for v in about["variants"]] == ["two passes", "strength 0.1, exact"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert main([*few, "of_mine:normed", "--mode", "paper"]) == 0
+    assert "leaves out the curvature of layer_norm" in capsys.readouterr().err
+
+
 def test_train_writes_a_run_and_resumes_it(own_folder, capsys):
     assert main(["train", *FAST, "--alpha", "0.8", "--schedule", "constant", "--name", "one"]) == 0
     assert "validation error" in capsys.readouterr().out

@@ -147,6 +147,34 @@ def test_regression(shape):
         fit(small(10), made, batch_size=20)
 
 
+def test_regression_by_the_default_loss_has_a_learning_rate_of_its_own(capsys, tmp_path):
+    x = torch.randn(200, 5)
+    pair = TensorDataset(x, x[:, :1] * 2)
+    settings = {"epochs": 2, "batch_size": 20, "alpha": 1.0}
+    for given in (from_dataset(pair, pair), (DataLoader(pair, 20), DataLoader(pair, 20))):
+        result = fit(mlp(5, 512, 1), given, **settings)
+        assert result.config.lr == 0.01
+        assert "lr 0.01, the default for regression by the mean squared error with SGD" in capsys.readouterr().err
+        assert result.history[-1]["lr"] == 0.01
+        assert fit(mlp(5, 512, 1), given, lr=0.001, **settings).config.lr == 0.001
+    assert fit(mlp(5, 8, 1), given, lr=0.1, **settings).config.lr == 0.1, "as given, although it is the usual default"
+    assert fit(mlp(5, 8, 1), given, loss_fn=F.l1_loss, **settings).config.lr == 0.1
+    assert fit(mlp(5, 8, 1), given, optimizer="adam", **settings).config.lr == 0.1
+    fit(mlp(5, 8, 1), given, folder=tmp_path, **settings)
+    assert fit(mlp(5, 8, 1), given, Config(**settings), folder=tmp_path, resume=True, epochs=3).config.lr == 0.01
+
+
+@pytest.mark.parametrize("size", [100.0, 0.01])
+def test_targets_of_another_scale_are_said(size):
+    x = torch.randn(40, 5)
+    pair = TensorDataset(x, size * x[:, :1])
+    for given in (from_dataset(pair, pair), (DataLoader(pair, 20), DataLoader(pair, 20))):
+        with pytest.warns(UserWarning, match=r"root mean square of .*: standardise them, \(y - mean\) / std") as caught:
+            fit(mlp(5, 8, 1), given, epochs=1, lr=1e-6)
+        assert [w.filename for w in caught] == [__file__]
+    fit(mlp(5, 8, 1), given, epochs=1, lr=1e-6, loss_fn=F.l1_loss)
+
+
 class Tagger(nn.Module):
     def __init__(self):
         super().__init__()
@@ -420,12 +448,14 @@ def test_nan_in_what_a_loader_gives_is_named_and_no_divergence(value):
     train, val = batch_pairs(torch.randn(40, 5), y)
     val.dataset.tensors[0][9:11] = value
     with pytest.raises(
-        threepass.DivergedError, match="validation loss after epoch 1 is not finite: x holds .* 2 of the 8"
+        threepass.DivergedError, match=r"validation loss after epoch 1 is not finite: x holds .* 2 of the 8"
     ):
         fit(small(), (train, val), epochs=2, strength=0.1, lr=0.01)
     targets = torch.randn(40, 1)
     targets[3] = value
-    with pytest.raises(threepass.DivergedError, match="step 1 .* is not finite: y holds NaN or infinity in 1 of the 8"):
+    with pytest.raises(
+        threepass.DivergedError, match=r"step 1 .* is not finite: y holds NaN or infinity in 1 of the 8"
+    ):
         fit(small(1), (DataLoader(TensorDataset(torch.randn(40, 5), targets), 8), batch_pairs(x, targets + 1)[1]))
 
 
@@ -438,18 +468,15 @@ def test_an_entry_with_nan_is_named_and_a_mask_is_not():
 
 
 def test_a_loss_that_grows_is_said_before_it_is_not_finite():
+    torch.manual_seed(0)
     x = torch.randn(400, 5)
     made = from_dataset(*2 * [TensorDataset(x, x[:, :1] * 2)])
-    settings = {"epochs": 2, "batch_size": 4, "alpha": 1.0, "probe_every": 0}
-    with (
-        pytest.warns(
-            LossGrowthWarning, match=r"grown from .* in the first step to .*lower the learning rate \(lr 1\)"
-        ) as caught,
-        pytest.raises(threepass.DivergedError),
-    ):
-        fit(mlp(5, 64, 1), made, lr=1.0, **settings)
+    settings = {"epochs": 1, "batch_size": 4, "alpha": 1.0, "probe_every": 0}
+    grown = r"grown from .* in the first step to .*lower the learning rate \(lr 0.05\)"
+    with pytest.warns(LossGrowthWarning, match=grown) as caught, pytest.raises(threepass.DivergedError):
+        fit(mlp(5, 512, 1), made, lr=0.05, **settings)
     assert [w.filename for w in caught] == [__file__]
-    fit(mlp(5, 64, 1), made, lr=0.01, **settings)
+    fit(mlp(5, 512, 1), made, lr=0.002, **settings)
 
 
 def test_single_batches_with_a_large_loss_are_no_growth():

@@ -17,6 +17,7 @@ from ..core.penalty import NAMES
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "step", "cosine")
 PRECISIONS = ("float32", "tf32", "bf16")
+LR = float("0.1")  # a learning rate that a user gives is another object, even if it is equal (see core/options.py)
 CHOICES = {
     "update": ("batch", "epoch"), "schedule": SCHEDULES, "precision": PRECISIONS, "monitor_mode": ("min", "max"),
 }  # fmt: skip
@@ -49,7 +50,7 @@ class Config:
         input_at: the module whose output counts as the input
         clip: the largest norm of the gradient of all parameters together; 0: no clipping
         optimizer: sgd, adam, adamw, or a class of torch.optim
-        lr: the learning rate
+        lr: the learning rate; default: 0.1, for regression with SGD and the default loss 0.01
         eta_over_alpha: divide the learning rate by alpha, as the paper does
         momentum: of sgd
         weight_decay: the optimizer's
@@ -89,7 +90,7 @@ class Config:
     input_at: str | None = None
     clip: float = 0.0
     optimizer: str = "sgd"
-    lr: float = 0.1
+    lr: float = LR
     eta_over_alpha: bool = False
     momentum: float = 0.9
     weight_decay: float = 0.0

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .config import Config
@@ -26,6 +27,17 @@ class Feed:
     first: tuple[Any, Any]
     name: str
     classes: int | None
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether the targets are numbers, not labels."""
+        y = self.first[1]
+        return isinstance(y, Tensor) and y.is_floating_point()
+
+    @property
+    def targets(self) -> Tensor:
+        """Of training; of a loader, those of the first validation batch."""
+        return self.train.split.y if isinstance(self.train, Batches) else self.first[1]
 
 
 def feed(data: Data, config: Config, device: torch.device, ranks: Ranks = ALONE) -> Feed:

@@ -29,7 +29,7 @@ from .config import Config
 from .feed import Data
 from .folder import created, resumed
 from .metrics import GivenFunctions, LossFn, Metric, best_of
-from .recipes import alpha_in_words
+from .recipes import alpha_in_words, regression_in_words
 from .trainer import AfterStep, Trainer
 
 History = list[dict[str, Any]]  # the metrics of every epoch
@@ -97,8 +97,11 @@ def fit(
         config = saved_config(Path(str(folder)))
     config = (config or Config()).with_settings(settings)
     trainer = Trainer(model, data, config, GivenFunctions(loss_fn, metric, penalty), logger=logger)
-    if not resume and (words := alpha_in_words(config)):
-        print(words, file=sys.stderr)
+    if not resume:
+        for words in (regression_in_words(config, trainer.config), alpha_in_words(trainer.config)):
+            if words is not None:
+                print(words, file=sys.stderr)
+    config = trainer.config
     run = partial(trainer.run, after_step, keep_going)
     history = run() if folder is None else _run_in(Path(folder), trainer, run, resume)
     return Fit(model, history[-1]["E"], history[-1]["E_x"], history, config)

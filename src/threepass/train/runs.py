@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 from .. import models
+from .._torch_compat import tree_leaves
 from ..init import init_
+from ..inspect.advise import curved_operations
+from .checks import WRONG
 from .config import Config
 from .config_file import as_toml
 from .data import DataSet, load
@@ -39,10 +42,16 @@ class Run:
     device: str = "auto"
     config: Config = field(default_factory=Config)
 
-    def trainer(self, ranks: Ranks = ALONE) -> Trainer:
-        """The run, ready to begin: data loaded, model made, and both checked against each other and the settings."""
+    def trainer(self, ranks: Ranks = ALONE, mode_is_free: bool = False) -> Trainer:
+        """The run, ready to begin: data loaded, model made, and both checked against each other and the settings.
+
+        mode_is_free: a model with norms is trained in exact mode, whatever the config's.
+        """
         data = self.load()
-        return Trainer(self.make_model(data), data, self.config, ranks=ranks)
+        model, config = self.make_model(data), self.config
+        if mode_is_free and norms_of(model, data):
+            config = config.with_settings({"mode": "exact"})
+        return Trainer(model, data, config, ranks=ranks)
 
     def make_model(self, data: DataSet) -> nn.Module:
         """The model with the initial weights of the run's seed, on the data's device."""
@@ -95,6 +104,16 @@ class Run:
         settings = {name: value for name, value in given.items() if name not in KEYS}
         where = {name: value for name, value in own.items() if name in WHERE}
         return dataclasses.replace(self, **where, config=self.config.with_settings(settings))
+
+
+def norms_of(model: nn.Module, data: DataSet) -> tuple[str, ...]:
+    """The normalisations whose curvature paper mode leaves out; none of a model that does not take the data."""
+    few = slice(min(8, len(data.train)))
+    x, y = data.standardised(data.train.x[few]), data.train.y[few]
+    try:
+        return curved_operations(model, lambda output, y: tree_leaves(output)[0].sum(), x, y, None)[0]
+    except WRONG:
+        return ()
 
 
 def find_device(name: str) -> torch.device:

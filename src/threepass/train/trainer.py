@@ -30,6 +30,7 @@ from .optimizer import make_optimizer
 from .probes import compare_passes, measure_alignment
 from .progress import Progress
 from .ranks import ALONE, Ranks
+from .recipes import with_regression_lr
 from .recorder import Recorder
 from .steps import SUMS, CompiledGradientSteps, Steps
 from .validation import CapturedValidation, Validation
@@ -50,7 +51,7 @@ class Trainer:
         ranks: Ranks = ALONE,
         logger: Logger | None = None,
     ):
-        self.model, self.config, self.ranks, self.logger = model, config, ranks, logger
+        self.model, self.ranks, self.logger = model, ranks, logger
         self.labels = data.val.y if isinstance(data, DataSet) else None  # of validation, for data in memory
         if ranks.size > 1 and config.sam:
             raise ValueError("sam is for one process: it perturbs the weights along the gradient of a whole batch")
@@ -58,6 +59,9 @@ class Trainer:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.device = next(model.parameters()).device
         self.feed = feed(data, config, self.device, ranks)
+        if given.loss_fn is None and self.feed.is_regression:
+            config = with_regression_lr(config)
+        self.config = config
         self.objective = choose_objective(model, self.feed, config, given)
         self.optimizer = make_optimizer(model, config)
         self.average = MovingAverage(model, config.ema) if config.ema else None
