@@ -255,7 +255,9 @@ def test_the_api_reference_has_every_public_name():
     entries = re.findall(r"^::: threepass\.([\w.]+)", page, re.M)
     listed = {name for names in re.findall(r"members: \[(.*)\]", page) for name in names.split(", ")}
     for name in threepass.__all__:
-        assert {name, f"train.loop.{name}"} & {*entries} or name in listed, f"docs/api.md lacks {name}"
+        assert {name, f"train.loop.{name}", f"train.trained.{name}"} & {*entries} or name in listed, (
+            f"docs/api.md lacks {name}"
+        )
     for entry in entries:
         module, _, name = entry.rpartition(".")
         assert hasattr(importlib.import_module(f"threepass.{module}".rstrip(".")), name)
@@ -297,6 +299,17 @@ def test_learning_rates_are_those_of_the_search():
             ]
             lines.append(f"| {' | '.join([*cells, *end])} |".replace("|  |", "| |"))
     assert table_of(ROOT / "docs" / "choose.md", "results/recipes/mnist-search.json") == "\n".join(lines)
+
+
+def test_diverged_regressions_are_those_of_the_search():
+    rows = json.loads((ROOT / "results" / "recipes" / "regression.json").read_text())
+    rates = list(dict.fromkeys(row["lr"] for row in rows))
+    lines = [f"| lr | {' | '.join(map(str, rates))} |", "| --- " * (len(rates) + 1) + "|"]
+    for standardised, name in ((True, "standardised targets"), (False, "targets as they come")):
+        alike = [[row for row in rows if (row["standardised"], row["lr"]) == (standardised, lr)] for lr in rates]
+        (runs,) = {sum(row["runs"] for row in some) for some in alike}
+        lines.append(f"| {name}, {runs} runs | {' | '.join(str(sum(row['diverged'] for row in s)) for s in alike)} |")
+    assert table_of(ROOT / "docs" / "choose.md", "results/recipes/regression.json") == "\n".join(lines)
 
 
 def test_recipes_are_those_of_the_code():

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from threepass.cli import main, parse
 from threepass.train.config import Config
-from threepass.train.recipes import RECIPES, compare_defaults, find, train_defaults
+from threepass.train.recipes import RECIPES, REGRESSION_LR, compare_defaults, find, train_defaults
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,3 +146,26 @@ def test_a_quick_search_runs_to_its_end_and_goes_on_where_it_stopped(search, tmp
     plain, diverged = rows_of(file)
     assert (plain["settings"]["epochs"], plain["diverged"], diverged["diverged"]) == (1, False, True)
     assert set(plain) == set(rows_of(ROOT / "results" / "recipes" / "digits-search.json")[0])
+
+
+def test_no_measured_regression_diverged_at_the_learning_rate_of_regressions_or_three_times_it():
+    rows = rows_of(ROOT / "results" / "recipes" / "regression.json")
+    stable = [
+        lr
+        for lr in {row["lr"] for row in rows}
+        if not any(r["diverged"] for r in rows if r["lr"] == lr and r["standardised"])
+    ]
+    assert sorted(stable)[-2] == REGRESSION_LR
+
+
+@pytest.mark.filterwarnings("ignore:the targets of this regression", "ignore::threepass.errors.LossGrowthWarning")
+def test_a_quick_search_for_regressions_runs_to_its_end(search, tmp_path, monkeypatch):
+    script = importlib.import_module("regression")
+    monkeypatch.setattr(script, "NETS", {"512": (512,)})
+    monkeypatch.setattr(script, "RATES", (0.01,))
+    threads = torch.get_num_threads()
+    script.main(["--quick", "--out", str(tmp_path / "found.json")])
+    torch.set_num_threads(threads)
+    rows = rows_of(tmp_path / "found.json")
+    assert len(rows) == 12
+    assert set(rows[0]) == set(rows_of(ROOT / "results" / "recipes" / "regression.json")[0])

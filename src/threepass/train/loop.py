@@ -98,13 +98,16 @@ def fit(
     config = (config or Config()).with_settings(settings)
     trainer = Trainer(model, data, config, GivenFunctions(loss_fn, metric, penalty), logger=logger)
     if not resume:
-        for words in (regression_in_words(config, trainer.config), alpha_in_words(trainer.config)):
-            if words is not None:
-                print(words, file=sys.stderr)
-    config = trainer.config
+        _say_what_was_chosen(config, trainer.config)
     run = partial(trainer.run, after_step, keep_going)
     history = run() if folder is None else _run_in(Path(folder), trainer, run, resume)
-    return Fit(model, history[-1]["E"], history[-1]["E_x"], history, config)
+    return Fit(model, history[-1]["E"], history[-1]["E_x"], history, trainer.config)
+
+
+def _say_what_was_chosen(given: Config, config: Config) -> None:
+    for words in (regression_in_words(given, config), alpha_in_words(config)):
+        if words is not None:
+            print(words, file=sys.stderr)
 
 
 def _run_in(folder: Path, trainer: Trainer, run: Callable[[], History], resume: bool) -> History:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import platform
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from ..inspect.advise import curved_operations
 from .checks import WRONG
 from .config import Config
 from .config_file import as_toml
-from .data import DataSet, load
+from .data import DataSet, Inputs, load
 from .files import Kinds, read_object
 from .ranks import ALONE, Ranks
 from .trainer import Trainer
@@ -137,16 +138,15 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def build(name: str, data: DataSet, **options: Any) -> nn.Module:
+def build(name: str, data: DataSet | Inputs, **options: Any) -> nn.Module:
     """A model of `threepass.models` that fits the data's images and classes, or a function of the user's, as it is."""
-    shape, classes = data.train.x.shape[1:], len(data.classes) or data.train.y.shape[1:].numel()
+    inputs = data.inputs if isinstance(data, DataSet) else data
+    shape, classes = inputs.shape or (), inputs.outputs
     fitting: dict[str, Any] = {}
     if name == "mlp":
-        fitting = {"sizes": (shape.numel(), 512, classes)}
+        fitting = {"sizes": (math.prod(shape), 512, classes)}
     elif ":" not in name:
         if len(shape) != 3:
-            raise ValueError(
-                f"model {name!r} takes images, and {data.name} has examples of shape {tuple(shape)}: use mlp"
-            )
+            raise ValueError(f"model {name!r} takes images, and {data.name} has examples of shape {shape}: use mlp")
         fitting = {"classes": classes, "channels": shape[0]} | ({"image": shape[-1]} if name == "vit" else {})
     return models.by_name(name, **fitting | options)

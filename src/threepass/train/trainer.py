@@ -19,7 +19,7 @@ from .average import MovingAverage
 from .captured import CapturedSteps
 from .checks import choose_objective
 from .config import RESUME_MAY_CHANGE, Config
-from .data import DataSet, LoaderBatches
+from .data import DataSet, Inputs, LoaderBatches
 from .feed import Data, feed
 from .folder import RunFolder, event_names
 from .interrupts import Interrupts, interrupts_between_steps
@@ -100,6 +100,8 @@ class Trainer:
     def begin(self, folder: RunFolder) -> None:
         """Goes on from the folder's checkpoint; a new run gets its first one, and can be resumed from the start on."""
         self.folder = folder
+        if self.ranks.is_first and not Inputs.is_in(folder.path):
+            self.feed.inputs.write(folder.path)
         if folder.has_checkpoint:
             self.resume()
         else:

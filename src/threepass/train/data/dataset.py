@@ -1,6 +1,6 @@
 """A data set: two splits on one device, with what is needed to normalise them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from ...errors import warn_caller
 from .formats import DataError
+from .inputs import Inputs
 
 Device = torch.device | str
 
@@ -54,22 +55,15 @@ class DataSet:
 
     def standardised(self, x: Tensor) -> Tensor:
         """x as `fit` gives it to the model: (x - mean) / std, channel by channel; uint8 is divided by 255 before."""
-        scale, shift = standardisation(x, (self.mean, self.std))
-        return x.to(scale.dtype).mul(scale).add(shift)
+        return self.inputs.standardised(x)
 
-
-def standardisation(x: Tensor, normalise: tuple[Sequence[float], Sequence[float]] | None) -> tuple[Tensor, Tensor]:
-    """scale and shift, C x 1 x 1, with scale * x + shift = (pixels - mean) / std."""
-    channels = x.shape[1]
-    mean, std = ([0.0] * channels, [1.0] * channels) if normalise is None else normalise
-    if len(mean) != channels or len(std) != channels:
-        raise ValueError(f"normalise needs {channels} means and stds, one a channel; got {len(mean)} and {len(std)}")
-    one = 255 if x.dtype == torch.uint8 else 1
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    shape = (channels, *[1] * (x.dim() - 2))
-    scale = torch.tensor([1 / (one * s) for s in std], dtype=dtype).view(shape)
-    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], dtype=dtype).view(shape)
-    return scale.to(x.device), shift.to(x.device)
+    @property
+    def inputs(self) -> Inputs:
+        """What a run saves of the data."""
+        x, y = self.train.x, self.train.y
+        outputs = len(self.classes) or y.shape[1:].numel()
+        kind = str(x.dtype).removeprefix("torch.")
+        return Inputs(self.name, tuple(x.shape[1:]), kind, self.mean, self.std, self.classes, outputs)
 
 
 def from_dataset(
