@@ -240,6 +240,24 @@ def test_sizes_of_attacks_on_features_are_said_to_be_in_their_units(own_folder, 
     words = r"mine has features and no pixels: .* in their units, and their standard deviations are \d+ to \d+"
     assert re.search(words, capsys.readouterr().err)
 
+    def page_of(*runs):
+        assert main(["report", *runs, "--out", "page.html"]) == 0
+        return " ".join((own_folder / "page.html").read_text().split())
+
+    page = page_of("runs/a")
+    assert "Accuracy on 10 validation examples with noise, and under attacks that move every feature by at" in page
+    assert "radius, in units of the features" in page
+    assert "pixels 0 to 1" not in page
+    assert main(["train", "--epochs", "1", "--name", "b", "--model-options", '{"sizes": [64, 8, 10]}']) == 0
+    assert main(["robustness", "runs/b", "--examples", "20"]) == 0
+    page = page_of("runs/b")
+    assert "Accuracy on 20 validation examples with noise, and under attacks that move every pixel by at" in page
+    assert "radius, pixels 0 to 1" in page
+    page = page_of("runs/a", "runs/b")
+    assert "Accuracy on validation examples (a: 10; b: 20) with noise, and" in page
+    assert "move every feature or pixel by" in page
+    assert "radius, in units of each data set" in page
+
 
 def test_bench_writes_what_it_prints(own_folder, capsys, monkeypatch):
     rates = {"operations_per_second": 1e12, "bytes_per_second": 1e11}

@@ -372,7 +372,8 @@ def robustness(
     """Measure the accuracy of trained runs under noise, FGSM and PGD; report then shows it.
 
     What compare measures of its runs, for those of train, with the weights of
-    the last epoch; sizes are in units of pixels from 0 to 1.
+    the last epoch; sizes are in units of pixels from 0 to 1, or in those of the
+    features.
 
     Args:
         runs: their folders.
