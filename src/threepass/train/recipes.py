@@ -1,7 +1,7 @@
 """Settings that work, by model and data set: the defaults of `threepass train` and `threepass compare`.
 
 Each was found by training, and `results` names the files of those runs. Where there is no recipe, a run starts with
-strength 0.1, which needs no other learning rate than plain training, and all else has the defaults of `Config`, but for
+strength 0.1, at the learning rate of plain training, and all else has the defaults of `Config`, but for
 the learning rates in STARTS, and that of regressions.
 """
 
