@@ -63,7 +63,9 @@ def test_features_and_targets(tmp_path):
     run = threepass.load_run(tmp_path, threepass.models.mlp(4, 8, 2))
     assert (run.classes, run.inputs.outputs) == ((), 2)
     torch.testing.assert_close(run.standardised(x.numpy()).std(0, correction=0), torch.ones(4))
+    torch.testing.assert_close(run(x.double().numpy()), run(x))
     assert run(x.round().long()).shape == (60, 2)
+    assert len(repr(run)) < 300
     with pytest.raises(
         ValueError, match=r"x is uint8, and dataset has float32: convert x to its units, x.float\(\) or"
     ):

@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from .._torch_compat import tree_map
 from . import checkpoint
 from .data.inputs import Inputs
 from .runs import Run, build
@@ -40,8 +41,11 @@ class TrainedRun:
     @torch.no_grad()
     def __call__(self, x: Any) -> Any:
         """The model's output for a batch of raw inputs."""
-        x = self.standardised(x)
-        x = x.to(next(self.model.parameters()).device) if isinstance(x, Tensor) else x
+        weight = next(self.model.parameters())
+        if self.inputs.mean is None:
+            x = tree_map(lambda z: z.to(weight.device) if isinstance(z, Tensor) else z, x)
+        else:
+            x = self.standardised(x).to(weight)  # its device and dtype
         return self.model(*x) if isinstance(x, tuple) else self.model(**x) if isinstance(x, dict) else self.model(x)
 
 

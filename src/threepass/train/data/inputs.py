@@ -1,7 +1,7 @@
 """What a run must know of its data to use its model later, on raw inputs: shape, standardisation, classes."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,9 @@ class Inputs:
     name: str
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-    classes: tuple[str, ...] = ()
+    mean: tuple[float, ...] | None = field(default=None, repr=False)
+    std: tuple[float, ...] | None = field(default=None, repr=False)
+    classes: tuple[str, ...] = field(default=(), repr=False)
     outputs: int | None = None
 
     def standardised(self, x: Any) -> Any:
