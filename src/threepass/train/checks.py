@@ -22,6 +22,7 @@ from .metrics import (
     Objective,
     cross_entropy,
     default_metric,
+    is_squared_error,
     mean_squared_error,
     name_of,
 )
@@ -39,10 +40,10 @@ def choose_objective(model: nn.Module, feed: Feed, config: Config, given: GivenF
         _check_outputs(output, feed)
         smoothed = partial(cross_entropy, label_smoothing=config.label_smoothing)
         loss_fn = mean_squared_error if feed.is_regression else smoothed
-        if feed.is_regression:
-            _warn_of_scale(feed.targets)
     if config.label_smoothing and not (is_default and loss_fn is not mean_squared_error):
         raise ValueError("label_smoothing is that of the default cross-entropy, which is not used here: leave it out")
+    if feed.is_regression and is_squared_error(given.loss_fn):
+        _warn_of_scale(feed.targets)
     metric = default_metric(output, y) if metric is None else metric
     with torch.no_grad(), unchanged_on_error(model, always=True):
         loss = loss_fn(output, y)

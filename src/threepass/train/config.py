@@ -50,7 +50,7 @@ class Config:
         input_at: the module whose output counts as the input
         clip: the largest norm of the gradient of all parameters together; 0: no clipping
         optimizer: sgd, adam, adamw, or a class of torch.optim
-        lr: the learning rate; default: 0.1, for regression with SGD and the default loss 0.01
+        lr: the learning rate; default: 0.1, for regression by the mean squared error with SGD 0.01
         eta_over_alpha: divide the learning rate by alpha, as the paper does
         momentum: of sgd
         weight_decay: the optimizer's

@@ -156,7 +156,7 @@ def alpha_in_words(config: Config) -> str | None:
 
 
 def with_regression_lr(config: Config) -> Config:
-    """The config for a regression by the default loss, with its learning rate if the user chose none."""
+    """The config for a regression by the mean squared error, with its learning rate if the user chose none."""
     return config.with_settings({"lr": REGRESSION_LR}) if config.lr is LR and config.optimizer == "sgd" else config
 
 

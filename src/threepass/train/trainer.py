@@ -24,7 +24,7 @@ from .feed import Data, feed
 from .folder import RunFolder, event_names
 from .interrupts import Interrupts, interrupts_between_steps
 from .loss_watch import LossWatch, bad_values
-from .metrics import DEFAULTS, GivenFunctions, best_of, name_of
+from .metrics import DEFAULTS, GivenFunctions, best_of, is_squared_error, name_of
 from .numerics import numerics
 from .optimizer import make_optimizer
 from .probes import compare_passes, measure_alignment
@@ -59,7 +59,7 @@ class Trainer:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.device = next(model.parameters()).device
         self.feed = feed(data, config, self.device, ranks)
-        if given.loss_fn is None and self.feed.is_regression:
+        if self.feed.is_regression and is_squared_error(given.loss_fn):
             config = with_regression_lr(config)
         self.config = config
         self.objective = choose_objective(model, self.feed, config, given)
