@@ -73,7 +73,7 @@ def test_a_source_tree_that_is_not_installed_has_a_version(monkeypatch):
 def test_every_setting_has_a_flag(flags, settings):
     command, values = parse(["train", "--model", "resnet20", *flags])  # for which there is no recipe
     assert command is train
-    assert values.arguments["config"] == Config(**{"strength": 0.1, "mode": "exact"} | settings)
+    assert values.arguments["config"] == Config(**{"lr": 0.03, "strength": 0.1, "mode": "exact"} | settings)
 
 
 @pytest.mark.parametrize("package", ["numpy", "safetensors"])

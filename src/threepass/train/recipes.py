@@ -52,8 +52,9 @@ RECIPES: dict[tuple[str, str], Recipe] = {
 
 STRENGTHS = (0.1, 0.3, 1.0)  # to begin with, where there is no recipe
 # The learning rate of SGD where there is no recipe, for nets to which Config's 0.1 does not suit: of plain, the paper's
-# (results/paper/table2.json); of vit, by its errors on digits (results/recipes/vit-search.json).
-STARTS: dict[str, Settings] = {"plain": {"lr": 0.01}, "vit": {"lr": 0.01}}
+# (results/paper/table2.json); of vit and resnet, by their errors on digits (results/recipes/vit-search.json and
+# resnet-search.json).
+STARTS: dict[str, Settings] = {"plain": {"lr": 0.01}, "vit": {"lr": 0.01}, "resnet": {"lr": 0.03}}
 # The learning rate of SGD for regression by the mean squared error: of 0.1, 0.03, ..., the second largest at which no
 # run on standardised targets diverged (results/recipes/regression.json).
 REGRESSION_LR = 0.01
@@ -88,7 +89,7 @@ def train_defaults(model: str, data: str, given: Collection[str]) -> Settings:
     >>> train_defaults("plain20", "cifar10", ["strength"])
     {'epochs': 200, 'lr': 0.01, 'schedule': 'step', 'augment': True}
     >>> train_defaults("resnet20", "cifar10", ["epochs"])
-    {'strength': 0.1, 'mode': 'exact'}
+    {'lr': 0.03, 'strength': 0.1, 'mode': 'exact'}
     """
     recipe = _find_or_start(model, data)
     settings = recipe.common | recipe.third
