@@ -146,18 +146,18 @@ def test_a_net_of_ones_own_with_norms_starts_in_exact_mode(own_folder, capsys, m
         "def plain():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
     )
     monkeypatch.syspath_prepend(own_folder)
-    few = ["train", "--epochs", "1", "--lr", "0.01", "--model"]
+    few = ["train", "--epochs", "1", "--model"]
 
     def saved(run):
         return json.loads((own_folder / "runs" / run / "run.json").read_text())["config"]
 
     assert main([*few, "of_mine:normed"]) == 0
     first, *_ = capsys.readouterr().out.splitlines()
-    assert first.startswith("no recipe for of_mine:normed on digits: strength 0.1, mode exact for its norms, to start")
-    assert saved("of_mine-normed-digits")["mode"] == "exact"
+    assert first.startswith("no recipe for of_mine:normed on digits: strength 0.1, mode exact for its norms, lr 0.03, ")
+    assert (saved("of_mine-normed-digits")["mode"], saved("of_mine-normed-digits")["lr"]) == ("exact", 0.03)
     assert main(["train", "--resume", "runs/of_mine-normed-digits", "--epochs", "2"]) == 0
     assert main([*few, "of_mine:plain"]) == 0
-    assert saved("of_mine-plain-digits")["mode"] == "paper"
+    assert (saved("of_mine-plain-digits")["mode"], saved("of_mine-plain-digits")["lr"]) == ("paper", 0.1)
     assert main([*few, "of_mine:normed", "--alpha", "1"]) == 0
     assert saved("of_mine-normed-digits-2")["mode"] == "paper"
     compared = ["compare", *few[1:], "of_mine:normed", "--strengths", "0.1", "--seeds", "1"]
@@ -165,6 +165,13 @@ def test_a_net_of_ones_own_with_norms_starts_in_exact_mode(own_folder, capsys, m
     assert "strength 0.1, exact" in capsys.readouterr().out
     about = json.loads((own_folder / "runs" / "compare-of_mine-normed-digits" / "compare.json").read_text())
     assert [v["name"] for v in about["variants"]] == ["two passes", "strength 0.1, exact"]
+    assert about["config"]["lr"] == 0.03
+    assert main([*few, "of_mine:normed", "--lr", "0.1"]) == 0
+    assert (saved("of_mine-normed-digits-3")["mode"], saved("of_mine-normed-digits-3")["lr"]) == ("exact", 0.1)
+    x = np.random.default_rng(0).standard_normal((60, 64))
+    np.savez("mine.npz", x_train=x, y_train=x[:, :10], x_val=x, y_val=x[:, :10])
+    assert main([*few, "of_mine:normed", "--data", "mine.npz"]) == 0
+    assert (saved("of_mine-normed-mine")["mode"], saved("of_mine-normed-mine")["lr"]) == ("exact", 0.01)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         assert main([*few, "of_mine:normed", "--mode", "paper"]) == 0

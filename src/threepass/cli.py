@@ -247,13 +247,14 @@ def train(
         values = {**vars(config), **vars(run)}
         run = Run.read(resume).resumed({flag: values[flag] for flag in given & values.keys()})
     chosen = {} if resume is not None else recipes.train_defaults(task.model, task.data, given)
-    is_free = resume is None and recipes.is_mode_free(task.model, chosen, given, config)
+    if_norms = {} if resume is not None else recipes.if_norms(task.model, chosen, given, config)
     with joined(find_device(run.device)) as ranks:
-        trainer = run.trainer(ranks, mode_is_free=is_free)
+        trainer = run.trainer(ranks, if_norms)
         run = dataclasses.replace(run, config=trainer.config)
         if resume is None and ranks.is_first:
-            mode = {"mode": trainer.config.mode} if is_free and trainer.config.mode != config.mode else {}
-            _say_what_was_chosen(task, chosen | mode, trainer.config, given)
+            found = if_norms if trainer.config.mode != config.mode else {}
+            chosen |= {name: getattr(trainer.config, name) for name in found}
+            _say_what_was_chosen(task, chosen, trainer.config, given)
         _train(run, trainer, Path("runs") / (name or task.name), resume, keep_going)
 
 
@@ -319,10 +320,11 @@ def compare(
         return
     run = task.run(config)
     dataset = run.load()
-    common = dataclasses.replace(config, alpha=Config.alpha, strength=None, mode="paper", eta_over_alpha=False)
     chosen = recipes.compare_defaults(task.model, task.data, given)
-    if recipes.is_mode_free(task.model, chosen, given, config) and norms_of(run.make_model(dataset), dataset):
-        config, chosen = dataclasses.replace(config, mode="exact"), chosen | {"mode": "exact"}
+    if_norms = recipes.if_norms(task.model, chosen, given, config)
+    if if_norms and norms_of(run.make_model(dataset), dataset):
+        config, chosen = config.with_settings(if_norms), chosen | if_norms
+    common = dataclasses.replace(config, alpha=Config.alpha, strength=None, mode="paper", eta_over_alpha=False)
     variants = [study.two_passes(), *(study.by_alpha(a, config.mode) for a in alphas)]
     variants += [study.by_strength(s, config.mode) for s in strengths]
     out, command = Path("runs") / (name or f"compare-{task.name}"), shlex.join(["threepass", *sys.argv[1:]])

@@ -134,14 +134,18 @@ def choice_in_words(model: str, data: str, chosen: Settings) -> str:
     return f"no recipe for {model} on {data}: {words}{why}"
 
 
-def is_mode_free(model: str, chosen: Settings, given: Collection[str], config: Config) -> bool:
-    """Whether the mode depends on what the model turns out to be: one of the user's own, for which they gave no mode.
+def if_norms(model: str, chosen: Settings, given: Collection[str], config: Config) -> Settings:
+    """What a net of the user's own starts with if it turns out to have norms: exact mode, at the rate of resnet.
 
-    >>> is_mode_free("my:net", {"strength": 0.1}, [], Config(strength=0.1))
-    True
+    >>> if_norms("my:net", {"strength": 0.1}, [], Config(strength=0.1))
+    {'mode': 'exact', 'lr': 0.03}
+    >>> if_norms("my:net", {"strength": 0.1}, ["lr"], Config(strength=0.1, lr=0.2)), if_norms("mlp", {}, [], Config())
+    ({'mode': 'exact'}, {})
     """
     third = config.strength is not None or config.alpha < 1
-    return ":" in model and third and "mode" not in {*chosen, *given}
+    if ":" not in model or not third or "mode" in {*chosen, *given}:
+        return {}
+    return {"mode": "exact"} | (STARTS["resnet"] if config.lr is LR and config.optimizer == "sgd" else {})
 
 
 def alpha_in_words(config: Config) -> str | None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ KEYS: dict[str, Kinds] = {
     "data_dir": (str, type(None)), "device": (str,), "config": (dict,),
 }  # fmt: skip
 DEVICES = "cpu, cuda, cuda:N or auto"
+EMPTY: Mapping[str, Any] = {}
 WHERE = ("data_dir", "device")  # a run may go on elsewhere
 
 
@@ -43,15 +45,15 @@ class Run:
     device: str = "auto"
     config: Config = field(default_factory=Config)
 
-    def trainer(self, ranks: Ranks = ALONE, mode_is_free: bool = False) -> Trainer:
+    def trainer(self, ranks: Ranks = ALONE, if_norms: Mapping[str, Any] = EMPTY) -> Trainer:
         """The run, ready to begin: data loaded, model made, and both checked against each other and the settings.
 
-        mode_is_free: a model with norms is trained in exact mode, whatever the config's.
+        if_norms: settings for a model that has norms; regressions have a learning rate of their own.
         """
         data = self.load()
         model, config = self.make_model(data), self.config
-        if mode_is_free and norms_of(model, data):
-            config = config.with_settings({"mode": "exact"})
+        if if_norms and norms_of(model, data):
+            config = config.with_settings({k: v for k, v in if_norms.items() if data.classes or k != "lr"})
         return Trainer(model, data, config, ranks=ranks)
 
     def make_model(self, data: DataSet) -> nn.Module:
