@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir .site
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 
@@ -8,10 +9,15 @@ PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 
 setup: $(VENV)/ready
 
-$(VENV)/ready: pyproject.toml constraints.txt
+# The program and what it needs, which is all that the demo is; `ready` adds what tests, types and docs need.
+$(VENV)/program: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch numpy
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PIP) torch numpy
+	$(PIP) --editable '.[train]'
+	touch $@
+
+$(VENV)/ready: $(VENV)/program
+	$(PIP) --editable '.[dev]'
 	touch $@
 
 test: check
@@ -31,7 +37,7 @@ check: setup
 	$(BIN)/mypy
 	$(MKDOCS) --quiet
 
-demo: setup
+demo: $(VENV)/program
 	$(BIN)/threepass compare --demo
 
 bench: setup

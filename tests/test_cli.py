@@ -73,7 +73,7 @@ def test_a_source_tree_that_is_not_installed_has_a_version(monkeypatch):
 def test_every_setting_has_a_flag(flags, settings):
     command, values = parse(["train", "--model", "resnet20", *flags])  # for which there is no recipe
     assert command is train
-    assert values.arguments["config"] == Config(**{"strength": 0.1, "mode": "exact"} | settings)
+    assert values.arguments["config"] == Config(**{"lr": 0.03, "strength": 0.1, "mode": "exact"} | settings)
 
 
 @pytest.mark.parametrize("package", ["numpy", "safetensors"])
@@ -119,6 +119,63 @@ def test_regression_on_the_command_line(own_folder, capsys):
     assert "mine has no classes" in capsys.readouterr().err
     assert main(["report", "runs/mlp-mine"]) == 1
     assert "this run has none" in capsys.readouterr().err
+
+
+def test_a_regression_has_a_learning_rate_of_its_own(own_folder, capsys):
+    x = np.random.default_rng(0).standard_normal((60, 4))
+    np.savez("mine.npz", x_train=x, y_train=x[:, 0], x_val=x, y_val=x[:, 1])
+    few = ["train", "--data", "mine.npz", "--epochs", "1"]
+
+    def saved_lr(run):
+        return json.loads((own_folder / "runs" / run / "run.json").read_text())["config"]["lr"]
+
+    assert main(few) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[1] == "lr 0.01, the default for regression by the mean squared error with SGD"
+    assert saved_lr("mlp-mine") == 0.01
+    assert main(["train", "--resume", "runs/mlp-mine", "--epochs", "2"]) == 0
+    assert main([*few, "--lr", "0.1"]) == 0
+    assert "default for regression" not in capsys.readouterr().out
+    assert saved_lr("mlp-mine-2") == 0.1
+
+
+def test_a_net_of_ones_own_with_norms_starts_in_exact_mode(own_folder, capsys, monkeypatch):
+    (own_folder / "of_mine.py").write_text(
+        "from torch import nn\n\n\n"
+        "def normed():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.LayerNorm(8), nn.Linear(8, 10))\n\n"
+        "def plain():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+    )
+    monkeypatch.syspath_prepend(own_folder)
+    few = ["train", "--epochs", "1", "--model"]
+
+    def saved(run):
+        return json.loads((own_folder / "runs" / run / "run.json").read_text())["config"]
+
+    assert main([*few, "of_mine:normed"]) == 0
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("no recipe for of_mine:normed on digits: strength 0.1, mode exact for its norms, lr 0.03, ")
+    assert (saved("of_mine-normed-digits")["mode"], saved("of_mine-normed-digits")["lr"]) == ("exact", 0.03)
+    assert main(["train", "--resume", "runs/of_mine-normed-digits", "--epochs", "2"]) == 0
+    assert main([*few, "of_mine:plain"]) == 0
+    assert (saved("of_mine-plain-digits")["mode"], saved("of_mine-plain-digits")["lr"]) == ("paper", 0.1)
+    assert main([*few, "of_mine:normed", "--alpha", "1"]) == 0
+    assert saved("of_mine-normed-digits-2")["mode"] == "paper"
+    compared = ["compare", *few[1:], "of_mine:normed", "--strengths", "0.1", "--seeds", "1"]
+    assert main(compared) == 0
+    assert "strength 0.1, exact" in capsys.readouterr().out
+    about = json.loads((own_folder / "runs" / "compare-of_mine-normed-digits" / "compare.json").read_text())
+    assert [v["name"] for v in about["variants"]] == ["two passes", "strength 0.1, exact"]
+    assert about["config"]["lr"] == 0.03
+    assert main([*few, "of_mine:normed", "--lr", "0.1"]) == 0
+    assert (saved("of_mine-normed-digits-3")["mode"], saved("of_mine-normed-digits-3")["lr"]) == ("exact", 0.1)
+    x = np.random.default_rng(0).standard_normal((60, 64))
+    np.savez("mine.npz", x_train=x, y_train=x[:, :10], x_val=x, y_val=x[:, :10])
+    assert main([*few, "of_mine:normed", "--data", "mine.npz"]) == 0
+    assert (saved("of_mine-normed-mine")["mode"], saved("of_mine-normed-mine")["lr"]) == ("exact", 0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert main([*few, "of_mine:normed", "--mode", "paper"]) == 0
+    assert "leaves out the curvature of layer_norm" in capsys.readouterr().err
 
 
 def test_train_writes_a_run_and_resumes_it(own_folder, capsys):
@@ -190,6 +247,24 @@ def test_sizes_of_attacks_on_features_are_said_to_be_in_their_units(own_folder, 
     words = r"mine has features and no pixels: .* in their units, and their standard deviations are \d+ to \d+"
     assert re.search(words, capsys.readouterr().err)
 
+    def page_of(*runs):
+        assert main(["report", *runs, "--out", "page.html"]) == 0
+        return " ".join((own_folder / "page.html").read_text().split())
+
+    page = page_of("runs/a")
+    assert "Accuracy on 10 validation examples with noise, and under attacks that move every feature by at" in page
+    assert "radius, in units of the features" in page
+    assert "pixels 0 to 1" not in page
+    assert main(["train", "--epochs", "1", "--name", "b", "--model-options", '{"sizes": [64, 8, 10]}']) == 0
+    assert main(["robustness", "runs/b", "--examples", "20"]) == 0
+    page = page_of("runs/b")
+    assert "Accuracy on 20 validation examples with noise, and under attacks that move every pixel by at" in page
+    assert "radius, pixels 0 to 1" in page
+    page = page_of("runs/a", "runs/b")
+    assert "Accuracy on validation examples (a: 10; b: 20) with noise, and" in page
+    assert "move every feature or pixel by" in page
+    assert "radius, in units of each data set" in page
+
 
 def test_bench_writes_what_it_prints(own_folder, capsys, monkeypatch):
     rates = {"operations_per_second": 1e12, "bytes_per_second": 1e11}
@@ -218,6 +293,7 @@ def test_data_says_what_is_there(capsys):
         (["train", "--model", "no_such_module:net"], 1, "importing 'no_such_module' failed"),
         (["train", "--init", "magic"], 1, "magic"),
         (["train", "--alpha", "3"], 2, "alpha must be a number in [0, 1]"),
+        (["train", "--alpha", "0.1", "--strength", "0.1"], 2, "give strength, or alpha and reduction, not both"),
         (["train", "--penalty", "l3"], 2, "penalty must be one of l2, l1, norm, got 'l3'"),
         (["train", "--schedule", "sine"], 2, "schedule must be one of constant, step"),
         (["train", "--epoch", "3"], 2, "Did you mean --epochs? (see threepass train --help)"),

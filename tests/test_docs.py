@@ -5,18 +5,22 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean, median
 
 import pytest
+import yaml
 from processes import free_port
 
 import threepass
 from threepass.bench.tables import COSTS, fill
+from threepass.cli import parse
 from threepass.train.recipes import RECIPES
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +62,34 @@ def test_scripts_for_several_ranks_run(name, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "checkpoint").exists() == (name == "fsdp.py")
+
+
+def commands() -> list[str]:
+    """Those of the program that pages show with their flags, as they are typed; N stands for a number."""
+    texts = [page.read_text() for page in PAGES]
+    shown = [line for text in texts for line in re.findall(r"^ {4}(?:\w+.* -m )?threepass (.*)$", text, re.M)]
+    shown += [command for text in texts for command in re.findall(r"`threepass ([^`]*--[^`]*)`", text)]
+    return sorted({re.sub(r"\bN\b", "2", command.partition("  #")[0]).strip() for command in shown})
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_of_the_pages_are_the_programs(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (page,) = (page for page in PAGES if page.name == "training.md")
+    (settings,) = re.findall(r"```text\n# digits.toml\n(.*?)```", page.read_text(), re.S)
+    (tmp_path / "digits.toml").write_text(settings)
+    parse([word for word in shlex.split(command) if word != "..."])
+
+
+def test_what_the_citation_and_the_badges_say_is_what_is_packaged():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors"} <= citation.keys()
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+    readme = (ROOT / "README.md").read_text()
+    assert f"Python {project['requires-python'].removeprefix('>=')}+" in readme
+    assert f"PyTorch {project['dependencies'][0].removeprefix('torch>=')}+" in readme
 
 
 def test_files_that_pages_name_exist():
@@ -259,7 +291,9 @@ def test_the_api_reference_has_every_public_name():
     entries = re.findall(r"^::: threepass\.([\w.]+)", page, re.M)
     listed = {name for names in re.findall(r"members: \[(.*)\]", page) for name in names.split(", ")}
     for name in threepass.__all__:
-        assert {name, f"train.loop.{name}"} & {*entries} or name in listed, f"docs/api.md lacks {name}"
+        assert {name, f"train.loop.{name}", f"train.trained.{name}"} & {*entries} or name in listed, (
+            f"docs/api.md lacks {name}"
+        )
     for entry in entries:
         module, _, name = entry.rpartition(".")
         assert hasattr(importlib.import_module(f"threepass.{module}".rstrip(".")), name)
@@ -301,6 +335,17 @@ def test_learning_rates_are_those_of_the_search():
             ]
             lines.append(f"| {' | '.join([*cells, *end])} |".replace("|  |", "| |"))
     assert table_of(ROOT / "docs" / "choose.md", "results/recipes/mnist-search.json") == "\n".join(lines)
+
+
+def test_diverged_regressions_are_those_of_the_search():
+    rows = json.loads((ROOT / "results" / "recipes" / "regression.json").read_text())
+    rates = list(dict.fromkeys(row["lr"] for row in rows))
+    lines = [f"| lr | {' | '.join(map(str, rates))} |", "| --- " * (len(rates) + 1) + "|"]
+    for standardised, name in ((True, "standardised targets"), (False, "targets as they come")):
+        alike = [[row for row in rows if (row["standardised"], row["lr"]) == (standardised, lr)] for lr in rates]
+        (runs,) = {sum(row["runs"] for row in some) for some in alike}
+        lines.append(f"| {name}, {runs} runs | {' | '.join(str(sum(row['diverged'] for row in s)) for s in alike)} |")
+    assert table_of(ROOT / "docs" / "choose.md", "results/recipes/regression.json") == "\n".join(lines)
 
 
 def test_recipes_are_those_of_the_code():

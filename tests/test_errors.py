@@ -1,6 +1,8 @@
 """Bad input is refused in words that say what to do, and leaves nothing changed."""
 
 import copy
+import inspect
+import pickle
 
 import pytest
 import torch
@@ -31,7 +33,9 @@ def call(model=None, loss_fn=F.cross_entropy, x=X, y=Y, **options):
         ({"mode": "fast"}, ValueError, 'mode must be "paper" or "exact"'),
         ({"strength": -1}, ValueError, "strength must be a finite number >= 0"),
         ({"strength": 1.0, "alpha": 0.5}, ValueError, "not both"),
+        ({"strength": 1.0, "alpha": 0.1}, ValueError, "not both.*leave out strength for the paper's alpha"),
         ({"strength": 1.0, "reduction": "sample"}, ValueError, "not both"),
+        ({"strength": 1.0, "reduction": "batch"}, ValueError, "not both"),
         ({"batch_size": 0}, ValueError, "batch_size must be a positive whole number"),
         ({"batch_size": 3}, ValueError, "batch_size=3 is less than the 6 samples in x"),
         ({"input_at": "nowhere"}, ValueError, "names no module of the model; it has: 0, 1, 2"),
@@ -55,6 +59,27 @@ def call(model=None, loss_fn=F.cross_entropy, x=X, y=Y, **options):
 def test_bad_input(options, error, message):
     with pytest.raises(error, match=message):
         call(**options)
+
+
+def test_an_alpha_that_equals_the_default_is_refused_beside_strength_too():
+    for made in (threepass.ThreePass, lambda *args, **options: threepass.loss(*args, X, Y, **options)):
+        for both in ({"alpha": 0.1}, {"reduction": "batch"}, {"alpha": lambda calls: 0.1}):
+            with pytest.raises(ValueError, match="not both"):
+                made(net(), F.cross_entropy, strength=0.5, **both)
+        made(net(), F.cross_entropy, strength=0.5)
+    pickled = pickle.loads(pickle.dumps(threepass.ThreePass(net(), F.cross_entropy, strength=0.5)))
+    pickled(X, Y)
+
+
+def test_the_defaults_of_alpha_and_reduction():
+    model = net()
+    default, given = call(model), call(model, alpha=0.1, reduction="batch")
+    positional = threepass.three_pass(model, F.cross_entropy, X, Y, 0.1, "batch", "paper", None)
+    for name, g in default.grads.items():
+        assert torch.equal(g, given.grads[name])
+        assert torch.equal(g, positional.grads[name])
+    shown = str(inspect.signature(threepass.three_pass))
+    assert "alpha: float = 0.1, reduction: str = 'batch'" in shown
 
 
 def test_module_named_by_input_at_must_run():

@@ -44,6 +44,7 @@ __all__ = [
     "fit",
     "gradient_step",
     "init_",
+    "load_run",
     "loss",
     "models",
     "reference",
@@ -58,6 +59,10 @@ def __getattr__(name: str) -> Any:
         from .train.loop import fit
 
         return fit
+    if name == "load_run":
+        from .train.trained import load_run
+
+        return load_run
     if name == "Map":
         warnings.warn("threepass.Map is now threepass.Linearization", DeprecationWarning, stacklevel=2)
         return Linearization

@@ -228,8 +228,9 @@ def train(
 
     Settings that you leave out come from the recipe of the model and data set
     (mlp on digits or mnist, plain20 and the like on cifar10 or cifar100). Where
-    there is none, a run has strength 0.1 and the defaults below. The first line
-    says what was chosen; run.json has all that was used.
+    there is none, a run has strength 0.1 and the defaults below, in exact mode
+    if the model has norms. The first line says what was chosen; run.json has all
+    that was used.
 
     Args:
         name: of the run; default: MODEL-DATA. An existing run is never overwritten.
@@ -245,10 +246,15 @@ def train(
             raise ValueError("--name is for a new run, and --resume goes on with an old one: leave one out")
         values = {**vars(config), **vars(run)}
         run = Run.read(resume).resumed({flag: values[flag] for flag in given & values.keys()})
+    chosen = {} if resume is not None else recipes.train_defaults(task.model, task.data, given)
+    if_norms = {} if resume is not None else recipes.if_norms(task.model, chosen, given, config)
     with joined(find_device(run.device)) as ranks:
-        trainer = run.trainer(ranks)
+        trainer = run.trainer(ranks, if_norms)
+        run = dataclasses.replace(run, config=trainer.config)
         if resume is None and ranks.is_first:
-            _say_what_was_chosen(task, recipes.train_defaults(task.model, task.data, given), config, given)
+            found = if_norms if trainer.config.mode != config.mode else {}
+            chosen |= {name: getattr(trainer.config, name) for name in found}
+            _say_what_was_chosen(task, chosen, trainer.config, given)
         _train(run, trainer, Path("runs") / (name or task.name), resume, keep_going)
 
 
@@ -306,6 +312,7 @@ def compare(
         resume: go on with the comparison in runs/NAME; give the same flags again.
     """
     from .study import compare as study
+    from .train.runs import norms_of
 
     _refuse_what_compare_ignores(given, demo, alphas)
     if demo:
@@ -313,11 +320,14 @@ def compare(
         return
     run = task.run(config)
     dataset = run.load()
+    chosen = recipes.compare_defaults(task.model, task.data, given)
+    if_norms = recipes.if_norms(task.model, chosen, given, config)
+    if if_norms and norms_of(run.make_model(dataset), dataset):
+        config, chosen = config.with_settings(if_norms), chosen | if_norms
     common = dataclasses.replace(config, alpha=Config.alpha, strength=None, mode="paper", eta_over_alpha=False)
     variants = [study.two_passes(), *(study.by_alpha(a, config.mode) for a in alphas)]
     variants += [study.by_strength(s, config.mode) for s in strengths]
     out, command = Path("runs") / (name or f"compare-{task.name}"), shlex.join(["threepass", *sys.argv[1:]])
-    chosen = recipes.compare_defaults(task.model, task.data, given)
     _say_what_was_chosen(task, chosen, dataclasses.replace(common, alpha=1.0), given)  # each method has its own alpha
     study.compare(
         dataset, lambda: run.fresh_model(dataset), common, variants, seeds, out, resume=resume, command=command
@@ -364,7 +374,8 @@ def robustness(
     """Measure the accuracy of trained runs under noise, FGSM and PGD; report then shows it.
 
     What compare measures of its runs, for those of train, with the weights of
-    the last epoch; sizes are in units of pixels from 0 to 1.
+    the last epoch; sizes are in units of pixels from 0 to 1, or in those of the
+    features.
 
     Args:
         runs: their folders.
@@ -539,7 +550,8 @@ def _say_what_was_chosen(task: Task, chosen: dict[str, Any], config: Config, giv
     """A line on the settings that the user left out, on alpha where it slows training down, on a rate of sgd's."""
     if chosen:
         print(recipes.choice_in_words(task.model, task.data, chosen))
-    for words in (recipes.alpha_in_words(config), recipes.lr_in_words(config, given)):
+    regression = None if "lr" in {*given, *chosen} else recipes.regression_in_words(Config(), config)
+    for words in (regression, recipes.alpha_in_words(config), recipes.lr_in_words(config, given)):
         if words is not None:
             print(words)
 

@@ -54,9 +54,11 @@ class DivergedError(ArithmeticError):
     Attributes:
         epoch: in which it happened, counted from 1.
         step: of the whole run, counted from 1; None: every training loss was finite, the validation loss is not.
+
+    bad_data: what is not finite in the data themselves, in words, if that is the reason.
     """
 
-    def __init__(self, epoch: int, batch: int | None, position: int):
+    def __init__(self, epoch: int, batch: int | None, position: int, bad_data: str | None = None):
         self.epoch, self.step = epoch, None if batch is None else position + 1
         where = f"validation loss after epoch {epoch}"
         if batch is not None:
@@ -64,6 +66,8 @@ class DivergedError(ArithmeticError):
         reason = "training diverged. Lower the learning rate or the strength"
         if self.step == 1:
             reason = "that is before the first update. Look for NaN or infinity in the data and in the initial weights"
+        if bad_data is not None:
+            reason = f"{bad_data}. Leave out or repair such samples"
         super().__init__(f"the {where} is not finite: {reason}; keep_going=True (--keep-going) trains on regardless")
 
 
@@ -85,6 +89,10 @@ class LossReductionWarning(UserWarning):
 
 class BatchDimensionWarning(UserWarning):
     """The samples lie along dimension 1 of x, and three passes count them along dimension 0."""
+
+
+class LossGrowthWarning(UserWarning):
+    """The training loss has grown far over that of the first step."""
 
 
 class MaskWarning(UserWarning):

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import threepass
+from threepass.inspect.alignment import Agreement
 
 X, Y = torch.randn(6, 3, 8, 8), torch.tensor([0, 1, 2, 3, 0, 1])
 
@@ -86,5 +87,10 @@ def test_alignment_measures_and_changes_nothing():
     assert found.cosine == pytest.approx(F.cosine_similarity(paper, exact, dim=0).item(), abs=1e-6)
     assert found.norm_ratio == pytest.approx((paper.norm() / exact.norm()).item(), rel=1e-6)
     assert found.by_parameter.keys() == terms[0].keys()
-    assert "conv.weight" in str(found)
+    weight, bias = (next(line for line in str(found).splitlines() if line.startswith(p)) for p in ("conv.w", "conv.b"))
+    assert weight.split()[1] == f"{found.by_parameter['conv.weight'].cosine:+.3f}"
+    assert not terms[0]["conv.bias"].any()
+    assert bias.split() == ["conv.bias", "-", "0"]
+    assert str(found).splitlines()[-1].startswith("-: paper mode's third pass is exactly zero for biases")
+    assert "-: paper" not in str(threepass.Alignment(0.5, 1.0, {"w": Agreement(0.5, 1.0)}))
     assert abs(found.cosine) < 0.9

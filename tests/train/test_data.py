@@ -431,11 +431,44 @@ def test_torch_datasets():
         from_dataset([], Stream())
 
 
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_images_with_their_channels_last_are_refused_or_said_to_be_so(count, tmp_path):
+    x, y = pixels(6, 8, 7, count), np.arange(6) % 3
+    message = rf"train: x is \(6, 8, 7, {count}\), which looks like N x H x W x C.*numpy.moveaxis\(x, -1, 1\)"
+    np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_val=x, y_val=y)
+    with pytest.raises(DataError, match=message):
+        load(tmp_path / "mine.npz")
+    examples = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    with pytest.raises(DataError, match=message):
+        from_dataset(examples, examples)
+    data = from_dataset(examples, examples, channels="last")
+    assert same(data.train.x, np.moveaxis(x, -1, 1))
+    assert len(data.mean) == count
+    assert same(from_dataset(examples, examples, channels="first").train.x, x)
+    with pytest.raises(ValueError, match='channels must be "first", "last" or None'):
+        from_dataset(examples, examples, channels="middle")
+
+
+def test_signals_of_one_column_are_no_images_with_their_channels_last():
+    for shape in ((6, 3, 8, 1), (6, 12, 1, 1), (6, 4, 8, 3)):
+        examples = TensorDataset(torch.rand(shape), torch.arange(6) % 3)
+        assert from_dataset(examples, examples).train.x.shape == shape
+
+
+def test_labels_that_count_from_one_are_said():
+    x = torch.rand(4, 3)
+    with pytest.warns(UserWarning, match=r"run from 1 to 4 and none is 0.*needs 5 outputs.*subtract 1 from") as caught:
+        data = from_dataset(TensorDataset(x, torch.arange(4) + 1), TensorDataset(x, torch.arange(4) + 1))
+    assert caught[0].filename == __file__
+    assert len(data.classes) == 5
+
+
 def test_torch_dataset_of_pil_images():
     image = pytest.importorskip("PIL.Image")
     colour, grey = pixels(5, 6, 3), pixels(5, 6)
-    data = from_dataset([(image.fromarray(colour), 0)], [(image.fromarray(colour), 0)])
-    assert same(data.train.x[0], colour.transpose(2, 0, 1))
+    for channels in (None, "first", "last"):
+        data = from_dataset([(image.fromarray(colour), 0)], [(image.fromarray(colour), 0)], channels=channels)
+        assert same(data.train.x[0], colour.transpose(2, 0, 1))
     data = from_dataset([(image.fromarray(grey), 0)], [(image.fromarray(grey), 0)])
     assert same(data.train.x[0, 0], grey)
 

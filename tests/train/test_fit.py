@@ -16,11 +16,12 @@ from training import assert_same, data, simple
 import threepass
 from threepass.cli import main
 from threepass.compile import inductor
-from threepass.errors import LossReductionWarning
+from threepass.errors import LossGrowthWarning, LossReductionWarning
 from threepass.models import mlp
 from threepass.train.config import Config
 from threepass.train.data import DataError, from_dataset, load
 from threepass.train.loop import fit
+from threepass.train.loss_watch import LossWatch, bad_values
 
 
 class Noisy(Dataset):
@@ -144,6 +145,36 @@ def test_regression(shape):
     assert last["val_absolute_error"] == pytest.approx((out - y[80:]).abs().mean().item(), rel=1e-4)
     with pytest.raises(ValueError, match=r"the model gives \(20, 10\) for targets \(20.*classes need integer labels"):
         fit(small(10), made, batch_size=20)
+
+
+def test_regression_by_the_default_loss_has_a_learning_rate_of_its_own(capsys, tmp_path):
+    x = torch.randn(200, 5)
+    pair = TensorDataset(x, x[:, :1] * 2)
+    settings = {"epochs": 2, "batch_size": 20, "alpha": 1.0}
+    for given in (from_dataset(pair, pair), (DataLoader(pair, 20), DataLoader(pair, 20))):
+        result = fit(mlp(5, 512, 1), given, **settings)
+        assert result.config.lr == 0.01
+        assert "lr 0.01, the default for regression by the mean squared error with SGD" in capsys.readouterr().err
+        assert result.history[-1]["lr"] == 0.01
+        assert fit(mlp(5, 512, 1), given, lr=0.001, **settings).config.lr == 0.001
+    assert fit(mlp(5, 8, 1), given, lr=0.1, **settings).config.lr == 0.1, "as given, although it is the usual default"
+    assert fit(mlp(5, 8, 1), given, loss_fn=F.l1_loss, **settings).config.lr == 0.1
+    for squared_error in (F.mse_loss, nn.MSELoss()):
+        assert fit(mlp(5, 8, 1), given, loss_fn=squared_error, **settings).config.lr == 0.01
+    assert fit(mlp(5, 8, 1), given, optimizer="adam", **settings).config.lr == 0.1
+    fit(mlp(5, 8, 1), given, folder=tmp_path, **settings)
+    assert fit(mlp(5, 8, 1), given, Config(**settings), folder=tmp_path, resume=True, epochs=3).config.lr == 0.01
+
+
+@pytest.mark.parametrize("size", [100.0, 0.01])
+def test_targets_of_another_scale_are_said(size):
+    x = torch.randn(40, 5)
+    pair = TensorDataset(x, size * x[:, :1])
+    for given in (from_dataset(pair, pair), (DataLoader(pair, 20), DataLoader(pair, 20))):
+        with pytest.warns(UserWarning, match=r"root mean square of .*: standardise them, \(y - mean\) / std") as caught:
+            fit(mlp(5, 8, 1), given, epochs=1, lr=1e-6)
+        assert [w.filename for w in caught] == [__file__]
+    fit(mlp(5, 8, 1), given, epochs=1, lr=1e-6, loss_fn=F.l1_loss)
 
 
 class Tagger(nn.Module):
@@ -401,3 +432,60 @@ def test_an_alpha_that_shortens_steps_is_said_first(capsys):
 def test_a_device_is_no_setting():
     with pytest.raises(ValueError, match="unknown setting 'device': training runs on the device of the model"):
         fit(mlp(64, 8, 10), load("digits"), device="cuda")
+
+
+def batch_pairs(x, y):
+    return DataLoader(TensorDataset(x, y), 8), DataLoader(TensorDataset(torch.randn(16, 5), y[:16]), 8)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_in_what_a_loader_gives_is_named_and_no_divergence(value):
+    x, y = torch.randn(40, 5), torch.arange(40) % 3
+    x[19, 2] = value
+    message = r"step 3 \(epoch 1, batch 3\) is not finite: x holds NaN or infinity in 1 of the 8 samples of the batch"
+    with pytest.raises(threepass.DivergedError, match=message) as raised:
+        fit(small(), batch_pairs(x, y), epochs=2, strength=0.1, lr=0.01)
+    assert raised.value.step == 3
+    assert "diverged" not in str(raised.value)
+    train, val = batch_pairs(torch.randn(40, 5), y)
+    val.dataset.tensors[0][9:11] = value
+    with pytest.raises(
+        threepass.DivergedError, match=r"validation loss after epoch 1 is not finite: x holds .* 2 of the 8"
+    ):
+        fit(small(), (train, val), epochs=2, strength=0.1, lr=0.01)
+    targets = torch.randn(40, 1)
+    targets[3] = value
+    with pytest.raises(
+        threepass.DivergedError, match=r"step 1 .* is not finite: y holds NaN or infinity in 1 of the 8"
+    ):
+        fit(small(1), (DataLoader(TensorDataset(torch.randn(40, 5), targets), 8), batch_pairs(x, targets + 1)[1]))
+
+
+def test_an_entry_with_nan_is_named_and_a_mask_is_not():
+    mask = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])
+    x = {"tokens": torch.ones(2, 2, dtype=torch.int64), "mask": mask, "features": (torch.ones(2), torch.ones(2, 3))}
+    assert bad_values([(x, torch.arange(2))]) is None
+    x["features"][1][0, 1] = torch.nan
+    assert bad_values([(x, torch.arange(2))]).startswith("x['features'][1] holds NaN or infinity in 1 of the 2 samples")
+
+
+def test_a_loss_that_grows_is_said_before_it_is_not_finite():
+    torch.manual_seed(0)
+    x = torch.randn(400, 5)
+    made = from_dataset(*2 * [TensorDataset(x, x[:, :1] * 2)])
+    settings = {"epochs": 1, "batch_size": 4, "alpha": 1.0, "probe_every": 0}
+    grown = r"grown from .* in the first step to .*lower the learning rate \(lr 0.05\)"
+    with pytest.warns(LossGrowthWarning, match=grown) as caught, pytest.raises(threepass.DivergedError):
+        fit(mlp(5, 512, 1), made, lr=0.05, **settings)
+    assert [w.filename for w in caught] == [__file__]
+    fit(mlp(5, 512, 1), made, lr=0.002, **settings)
+
+
+def test_single_batches_with_a_large_loss_are_no_growth():
+    watch = LossWatch()
+    for loss in [1.0, 100.0, 0.5, 80.0, 0.4, 0.3] * 3:
+        assert watch.is_finite(loss, 0.1)
+    negative = LossWatch()
+    for loss in [-1.0, 5.0, 20.0, 30.0, 40.0, 50.0]:
+        assert negative.is_finite(loss, 0.1)
+    assert not negative.is_finite(float("nan"), 0.1)

@@ -3,13 +3,15 @@
 import importlib
 import json
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
+import torch
 
 from threepass.cli import main, parse
 from threepass.train.config import Config
-from threepass.train.recipes import RECIPES, compare_defaults, find, train_defaults
+from threepass.train.recipes import RECIPES, REGRESSION_LR, STARTS, compare_defaults, find, train_defaults
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,17 +36,17 @@ def test_train_uses_the_recipe_of_its_model_and_data():
 
 def test_without_a_recipe_training_starts_with_a_strength_and_the_learning_rate_of_plain_training():
     assert config_of("--data", "mine.npz") == Config(strength=0.1)
-    assert config_of("--model", "resnet20", "--data", "mnist") == Config(strength=0.1, mode="exact")
-    assert config_of("--model", "resnet20", "--strength", "1", "--mode", "paper") == Config(strength=1.0)
+    assert config_of("--model", "resnet20", "--data", "mnist") == Config(strength=0.1, mode="exact", lr=0.03)
+    assert config_of("--model", "resnet20", "--strength", "1", "--mode", "paper") == Config(strength=1.0, lr=0.03)
     assert config_of("--data", "mine.npz", "--alpha", "0.5") == Config(alpha=0.5)
     values = parse(["compare", "--data", "mine.npz"])[1].arguments
     assert (values["alphas"], values["strengths"], values["config"]) == ((), (0.1, 0.3, 1.0), Config())
 
 
-@pytest.mark.parametrize("model", ["plain20", "vit"])
-def test_without_a_recipe_nets_that_need_a_lower_learning_rate_start_with_it(model):
-    assert config_of("--model", model, "--data", "mnist").lr == 0.01
-    assert parse(["compare", "--model", model, "--data", "mnist"])[1].arguments["config"].lr == 0.01
+@pytest.mark.parametrize(("model", "lr"), [("plain20", 0.01), ("vit", 0.01), ("resnet20", 0.03)])
+def test_without_a_recipe_nets_that_need_a_lower_learning_rate_start_with_it(model, lr):
+    assert config_of("--model", model, "--data", "mnist").lr == lr
+    assert parse(["compare", "--model", model, "--data", "mnist"])[1].arguments["config"].lr == lr
     assert config_of("--model", model, "--data", "mnist", "--lr", "0.1").lr == 0.1
 
 
@@ -124,7 +126,18 @@ def search(monkeypatch):
     return importlib.import_module("recipes")
 
 
-@pytest.mark.parametrize("task", ["mnist", "digits", "vit"])
+@pytest.mark.parametrize("task", ["vit", "resnet"])
+def test_nets_with_norms_start_at_the_learning_rate_of_the_lowest_error(task):
+    """Of the mean over seeds and over two and three passes."""
+    rows = rows_of(ROOT / "results" / "recipes" / f"{task}-search.json")
+    assert not any(row["diverged"] for row in rows)
+    rates = {row["settings"]["lr"] for row in rows}
+    errors = {lr: fmean(row["val_error"] for row in rows if row["settings"]["lr"] == lr) for lr in rates}
+    assert min(errors, key=errors.get) == STARTS[task]["lr"]
+    assert max(errors, key=errors.get) == 0.1
+
+
+@pytest.mark.parametrize("task", ["mnist", "digits", "vit", "resnet"])
 def test_the_files_of_the_search_have_the_rows_of_its_script(task, search):
     found = [row["settings"] for row in rows_of(ROOT / "results" / "recipes" / f"{task}-search.json")]
     assert all(settings in found for settings in search.settings_of(task))
@@ -145,3 +158,26 @@ def test_a_quick_search_runs_to_its_end_and_goes_on_where_it_stopped(search, tmp
     plain, diverged = rows_of(file)
     assert (plain["settings"]["epochs"], plain["diverged"], diverged["diverged"]) == (1, False, True)
     assert set(plain) == set(rows_of(ROOT / "results" / "recipes" / "digits-search.json")[0])
+
+
+def test_no_measured_regression_diverged_at_the_learning_rate_of_regressions_or_three_times_it():
+    rows = rows_of(ROOT / "results" / "recipes" / "regression.json")
+    stable = [
+        lr
+        for lr in {row["lr"] for row in rows}
+        if not any(r["diverged"] for r in rows if r["lr"] == lr and r["standardised"])
+    ]
+    assert sorted(stable)[-2] == REGRESSION_LR
+
+
+@pytest.mark.filterwarnings("ignore:the targets of this regression", "ignore::threepass.errors.LossGrowthWarning")
+def test_a_quick_search_for_regressions_runs_to_its_end(search, tmp_path, monkeypatch):
+    script = importlib.import_module("regression")
+    monkeypatch.setattr(script, "NETS", {"512": (512,)})
+    monkeypatch.setattr(script, "RATES", (0.01,))
+    threads = torch.get_num_threads()
+    script.main(["--quick", "--out", str(tmp_path / "found.json")])
+    torch.set_num_threads(threads)
+    rows = rows_of(tmp_path / "found.json")
+    assert len(rows) == 12
+    assert set(rows[0]) == set(rows_of(ROOT / "results" / "recipes" / "regression.json")[0])

@@ -51,14 +51,15 @@ class Double(nn.Module):
 '''
 COMMON = {"model": "double:Double", "device": "cpu", "batch-size": 256, "lr": 0.1, "alpha": 0.5, "probe-every": 0}
 EPOCH = {"mode": "exact", "update": "epoch", "reduction": "sample", "lr": 0.01, "clip": 0.5, "optimizer": "adamw"}
-STRENGTH = {"alpha": 0.1, "strength": 0.1, "penalty": "l1", "ema": 0.9}
+STRENGTH = {"alpha": None, "strength": 0.1, "penalty": "l1", "ema": 0.9}
 RANDOM = {"model-options": '{"dropout": 0.5, "norm": true}'}
 
 
 def new(name: str, **settings) -> list[str]:
-    """The command for a new run."""
+    """The command for a new run; a setting that is None has no flag."""
     flags = {"name": name, **COMMON, **settings}
-    return ["train", *(word for flag, value in flags.items() for word in (f"--{flag}", str(value)))]
+    given = {flag: value for flag, value in flags.items() if value is not None}
+    return ["train", *(word for flag, value in given.items() for word in (f"--{flag}", str(value)))]
 
 
 def resumed(name: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -253,6 +254,7 @@ def test_a_disk_that_fails_stops_the_run(tmp_path, monkeypatch):
         ({"epochs": 0}, "epochs must be at least 1"),
         ({"lr": 0}, "lr must be positive"),
         ({"eta_over_alpha": True, "strength": 1.0}, "no strength"),
+        ({"alpha": 0.1, "strength": 1.0}, "not both"),
         ({"label_smoothing": 1}, "label_smoothing must be"),
         ({"label_smoothing": 0.1, "loss_fn": F.cross_entropy}, "label_smoothing is that of the default cross-entropy"),
         ({"epochs": "3"}, r"epochs must be a whole number, got '3' \(str\)"),
@@ -271,6 +273,11 @@ def test_a_disk_that_fails_stops_the_run(tmp_path, monkeypatch):
 def test_bad_settings(settings, message):
     with pytest.raises(ValueError, match=message):
         fit(simple(), data(), **settings)
+
+
+def test_settings_may_be_replaced_in_another_process():
+    for config in (Config(strength=0.3), Config(alpha=0.1)):
+        assert pickle.loads(pickle.dumps(config)).with_settings({"epochs": 3}) == dataclasses.replace(config, epochs=3)
 
 
 def test_resume_refuses_other_settings_and_missing_checkpoints(tmp_path):

@@ -13,7 +13,14 @@ from .penalty import Penalty, check_penalty
 from .ranks import check_parallel
 from .wrt import Wrt, as_wrt, check_wrt, inputs_of, leaves_of
 
-ALPHA = 0.1  # the paper's, and the default; of this very object, `ThreePass` knows that nobody chose it
+# The defaults, which are the paper's. A value that a user gives is another object, even if it is equal, so that `is`
+# tells the two apart. Both are computed, because equal literals may be one object.
+ALPHA = float("0.1")
+REDUCTION = "".join(("ba", "tch"))
+NOT_BOTH = (
+    "give strength, or alpha and reduction, not both: strength replaces them. Leave out alpha and reduction to weight "
+    "the third pass by strength, with backpropagation's weight 1; leave out strength for the paper's alpha"
+)
 
 
 class InputOptions(Protocol):
@@ -37,7 +44,7 @@ class Options:
     """
 
     alpha: float = ALPHA
-    reduction: str = "batch"
+    reduction: str = REDUCTION
     mode: str = "paper"
     strength: float | None = None
     input_at: str | None = None
@@ -57,8 +64,8 @@ class Options:
         if self.strength is not None:
             if not _is_number(self.strength) or not 0 <= self.strength < math.inf:
                 raise ValueError(f"strength must be a finite number >= 0, got {self.strength!r}")
-            if self.alpha != Options.alpha or self.reduction != Options.reduction:
-                raise ValueError("give strength, or alpha and reduction, not both: strength replaces them")
+            if self.alpha != ALPHA or self.reduction != REDUCTION:
+                raise ValueError(NOT_BOTH)
         check_penalty(self.penalty)
         object.__setattr__(self, "wrt", as_wrt(self.wrt))
         check_input_options(self.wrt, self.input_at)
@@ -95,6 +102,12 @@ class Options:
         return (
             1 / self.ranks if self.strength is None and self.reduction == "batch" else part * 1.0
         )  # part may be a symbol
+
+
+def check_weights(alpha: Any, reduction: Any, strength: Any) -> None:
+    """Raises an error for a strength beside an alpha or a reduction that the user gave, of whatever value."""
+    if strength is not None and not (alpha is ALPHA and reduction is REDUCTION):
+        raise ValueError(NOT_BOTH)
 
 
 def check_model(model: Any) -> dict[str, nn.Parameter]:

@@ -96,7 +96,7 @@ def advise(
     """
     check_model(model)
     with _training_mode(model):
-        norms, activations = _curved(model, loss_fn, x, y, input_at)
+        norms, activations = curved_operations(model, loss_fn, x, y, input_at)
         found = alignment(model, loss_fn, x, y, input_at)
         mode = "exact" if norms or (activations and not found.cosine >= ENOUGH) else "paper"
         options = Options(mode=mode, strength=1.0, input_at=input_at, separate=True)
@@ -137,8 +137,8 @@ def starting_strength(ratio: float) -> float:
     return min(allowed or [START], key=lambda s: abs(math.log(s / START)))
 
 
-def _curved(model, loss_fn, x, y, input_at: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The norms and the smooth activations between the input and the output."""
+def curved_operations(model, loss_fn, x, y, input_at: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The norms and the smooth activations between the input and the output; changes nothing."""
     options = Options(input_at=input_at)
     x = dict(x) if isinstance(x, Mapping) else x
     check_x(x, options)

@@ -11,10 +11,18 @@ from ..core.engine import Task, run
 from ..core.options import Options
 from ..tape.state import unchanged_on_error
 
+NO_DIRECTION = (
+    "-: paper mode's third pass is exactly zero for biases and other parameters that are added, so there is no "
+    "direction to compare"
+)
+
 
 @dataclass(frozen=True)
 class Agreement:
-    """The cosine between the paper's gradient and the exact one, and the ratio |paper| / |exact|."""
+    """The cosine between the paper's gradient and the exact one, and the ratio |paper| / |exact|.
+
+    Where the paper's gradient is zero and the exact one is not, as for biases, both numbers are 0.
+    """
 
     cosine: float
     norm_ratio: float
@@ -37,7 +45,10 @@ class Alignment:
     def __str__(self) -> str:
         rows = [("(all)", Agreement(self.cosine, self.norm_ratio)), *self.by_parameter.items()]
         width = max(len(name) for name, _ in rows)
-        lines = [f"{name:<{width}}  {row.cosine:+7.3f}  {row.norm_ratio:9.3g}" for name, row in rows]
+        cosines = [f"{'-':>7}" if row.norm_ratio == 0 else f"{row.cosine:+7.3f}" for _, row in rows]
+        lines = [f"{name:<{width}}  {c}  {row.norm_ratio:9.3g}" for (name, row), c in zip(rows, cosines, strict=True)]
+        if any(row.norm_ratio == 0 for _, row in rows):
+            lines.append(NO_DIRECTION)
         return "\n".join([f"{'parameter':<{width}}   cosine  paper/exact", *lines])
 
 

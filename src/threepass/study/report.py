@@ -20,7 +20,7 @@ from . import report_tables as tables
 from .gallery import galleries
 from .gather import Group, Measure, Run, Study, gather
 from .intervals import Difference
-from .measures import ATTACKS, final_error, log_input_loss, middle
+from .measures import ATTACKS, examples_in_words, final_error, log_input_loss, middle, parts_in_words, steps_in_words
 
 
 def report(runs: Sequence[Path], out: Path | None = None) -> Path:
@@ -31,7 +31,6 @@ def report(runs: Sequence[Path], out: Path | None = None) -> Path:
     study = gather([Path(run) for run in runs])
     out = fresh(Path("runs/report")) if out is None else out
     page = Path(out) if Path(out).suffix == ".html" else Path(out) / "report.html"
-    measured = [run.robustness for group in study.groups for run in group.complete if run.robustness]
     dynamics, single = list(figures.dynamics(study)), None
     if dynamics and not figures.has_curves(study):
         dynamics, single = [], tables.of_one_epoch(study, dynamics)
@@ -53,12 +52,20 @@ def report(runs: Sequence[Path], out: Path | None = None) -> Path:
         totals=tables.totals(study),
         differences=tables.differences(study),
         costs=list(tables.costs(study)),
-        robustness=measured[0] if measured else None,
+        disturbed=Disturbed(examples_in_words(study), parts_in_words(study), steps_in_words(study)),
         galleries=list(galleries(study)),
         heat=HEAT,
         settings=list(tables.settings(study)),
         loose=tables.loose(study),
     )
+
+
+class Disturbed(NamedTuple):
+    """In words: how many examples noise and attacks were tried on, what of them they move, and the steps of PGD."""
+
+    examples: str
+    parts: str
+    steps: str
 
 
 class Finding(NamedTuple):

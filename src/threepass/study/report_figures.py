@@ -8,7 +8,7 @@ from typing import Any
 
 from ..page.figure import Figure, Line, Panel, number, over_runs
 from .gather import Group, Measure, Run, Study
-from .measures import ATTACKS, final_error, middle
+from .measures import ATTACKS, final_error, middle, unit_in_words
 
 CURVES = {
     "loss": ("Loss", "Cross-entropy, or the loss that was given."),
@@ -127,7 +127,7 @@ def robustness(study: Study) -> Iterator[Figure]:
             at = measured[0][kind]["at"]
             rows = [[100 * a for a in c[kind]["accuracy"]] for c in measured if c[kind]["at"] == at]
             lines.append(over_runs(k, at, rows))
-        across = "standard deviation of the noise, pixels 0 to 1" if kind == "noise" else "radius, pixels 0 to 1"
+        across = f"{'standard deviation of the noise' if kind == 'noise' else 'radius'}, {unit_in_words(study)}"
         title, note = f"Accuracy under {title}, %", "band: range over seeds"
         panel = Panel(f"robust-{kind}", title, across, lines, note, top=100.0)
         yield Figure(panel, study.names, "Validation accuracy with the last epoch's weights.")

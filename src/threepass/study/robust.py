@@ -88,6 +88,7 @@ def robustness(
     moved = [p.clamp(p.x + eps * slope) for eps in radii]
     return {
         "examples": len(p.y),
+        "of": "pixel" if data.train.x.dim() == 4 or data.train.x.dtype == torch.uint8 else "feature",
         "range": [p.low, p.high],
         "steps": steps,
         "noise": {"at": list(sigmas), "accuracy": [_right(model, p, x).double().mean().item() for x in noisy]},

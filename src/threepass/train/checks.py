@@ -1,5 +1,6 @@
 """What is checked before a run begins: that the model, the loss, the data and the settings fit each other."""
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from .._torch_compat import tree_leaves
 from ..core.misuse import warn_of_masks, warn_of_sum
 from ..core.options import check_loss
-from ..errors import reason_of
+from ..errors import reason_of, warn_caller
 from ..tape.state import unchanged_on_error
 from .config import Config
 from .feed import Feed
@@ -21,10 +22,12 @@ from .metrics import (
     Objective,
     cross_entropy,
     default_metric,
+    is_squared_error,
     mean_squared_error,
     name_of,
 )
 
+TYPICAL = 0.1, 3.0  # root mean square of regression targets; 1 where they are standardised
 WRONG = (RuntimeError, ValueError, IndexError, TypeError)  # what modules raise for inputs that they do not take
 
 
@@ -36,9 +39,11 @@ def choose_objective(model: nn.Module, feed: Feed, config: Config, given: GivenF
     if loss_fn is None:
         _check_outputs(output, feed)
         smoothed = partial(cross_entropy, label_smoothing=config.label_smoothing)
-        loss_fn = mean_squared_error if y.is_floating_point() else smoothed
+        loss_fn = mean_squared_error if feed.is_regression else smoothed
     if config.label_smoothing and not (is_default and loss_fn is not mean_squared_error):
         raise ValueError("label_smoothing is that of the default cross-entropy, which is not used here: leave it out")
+    if feed.is_regression and is_squared_error(given.loss_fn):
+        _warn_of_scale(feed.targets)
     metric = default_metric(output, y) if metric is None else metric
     with torch.no_grad(), unchanged_on_error(model, always=True):
         loss = loss_fn(output, y)
@@ -50,6 +55,18 @@ def choose_objective(model: nn.Module, feed: Feed, config: Config, given: GivenF
     if config.input_at is None:
         warn_of_masks(model, feed.first[0])
     return Objective(loss_fn, metric, config.penalty if penalty is None else penalty)
+
+
+def _warn_of_scale(targets: Tensor) -> None:
+    """The largest stable learning rate and the effect of a strength depend on the scale of the targets."""
+    size = targets.double().square().mean().sqrt().item()
+    if 0 < size < TYPICAL[0] or TYPICAL[1] < size < math.inf:
+        warn_caller(
+            f"the targets of this regression have a root mean square of {size:.3g}: standardise them, (y - mean) / std "
+            "of the training targets, and undo it on the model's outputs. Default learning rates and strengths are for "
+            "standardised targets; with large ones training diverges, or the third pass dominates",
+            UserWarning,
+        )
 
 
 def _check_monitor(config: Config, metric: Metric | None) -> None:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..compile.programs import check_compile
-from ..core.options import Options
+from ..core.options import ALPHA, REDUCTION, Options, check_weights
 from ..core.penalty import NAMES
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "step", "cosine")
 PRECISIONS = ("float32", "tf32", "bf16")
+LR = float("0.1")  # a learning rate that a user gives is another object, even if it is equal (see core/options.py)
 CHOICES = {
     "update": ("batch", "epoch"), "schedule": SCHEDULES, "precision": PRECISIONS, "monitor_mode": ("min", "max"),
 }  # fmt: skip
@@ -49,7 +50,7 @@ class Config:
         input_at: the module whose output counts as the input
         clip: the largest norm of the gradient of all parameters together; 0: no clipping
         optimizer: sgd, adam, adamw, or a class of torch.optim
-        lr: the learning rate
+        lr: the learning rate; default: 0.1, for regression by the mean squared error with SGD 0.01
         eta_over_alpha: divide the learning rate by alpha, as the paper does
         momentum: of sgd
         weight_decay: the optimizer's
@@ -78,9 +79,9 @@ class Config:
     batch_size: int = 128
     update: str = "batch"
     epsilon: float | None = None
-    alpha: float = 0.1
+    alpha: float = ALPHA
     alpha_end: float | None = None
-    reduction: str = "batch"
+    reduction: str = REDUCTION
     mode: str = "paper"
     strength: float | None = None
     penalty: str = "l2"
@@ -89,7 +90,7 @@ class Config:
     input_at: str | None = None
     clip: float = 0.0
     optimizer: str = "sgd"
-    lr: float = 0.1
+    lr: float = LR
     eta_over_alpha: bool = False
     momentum: float = 0.9
     weight_decay: float = 0.0
@@ -116,6 +117,7 @@ class Config:
     def __post_init__(self) -> None:
         self._check_types()
         object.__setattr__(self, "milestones", tuple(self.milestones))
+        check_weights(self.alpha, self.reduction, self.strength)
         Options(self.alpha, self.reduction, self.mode, self.strength, self.input_at)
         if self.penalty not in NAMES:
             raise ValueError(f"penalty must be one of {', '.join(NAMES)}, got {self.penalty!r}")
@@ -183,7 +185,7 @@ class Config:
 
     def with_settings(self, settings: Mapping[str, Any]) -> "Config":
         """This config with some settings replaced."""
-        return Config.from_dict({f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | dict(settings))
+        return Config.from_dict(self.to_dict() | dict(settings))
 
     def differing(self, other: "Config") -> list[str]:
         """The settings in which two configs differ."""

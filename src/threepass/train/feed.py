@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .config import Config
-from .data import Batches, DataSet, LoaderBatches
+from .data import Batches, DataSet, Inputs, LoaderBatches
 from .ranks import ALONE, Ranks
 from .validation import size_of_batches
 
@@ -18,7 +19,7 @@ Data = DataSet | tuple[DataLoader, DataLoader]
 class Feed:
     """Batches for training and validation; `first` is a validation batch, for measurements along the run.
 
-    classes: how many there are; 0 for regression, None where it is not known.
+    classes: how many there are; 0 for regression, None where it is not known. inputs: what is saved of the data.
     """
 
     train: Batches | LoaderBatches
@@ -26,6 +27,18 @@ class Feed:
     first: tuple[Any, Any]
     name: str
     classes: int | None
+    inputs: Inputs
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether the targets are numbers, not labels."""
+        y = self.first[1]
+        return isinstance(y, Tensor) and y.is_floating_point()
+
+    @property
+    def targets(self) -> Tensor:
+        """Of training; of a loader, those of the first validation batch."""
+        return self.train.split.y if isinstance(self.train, Batches) else self.first[1]
 
 
 def feed(data: Data, config: Config, device: torch.device, ranks: Ranks = ALONE) -> Feed:
@@ -57,7 +70,7 @@ def _from_memory(data: DataSet, config: Config, ranks: Ranks) -> Feed:
     size = size_of_batches(len(data.val), data.val.x[0].numel(), config.batch_size)
     val = Batches(data.val, size, shuffle=False, **common)
     first = val.cut(val.draw(0)[:, : config.batch_size].to(data.val.x.device))
-    return Feed(train, val, first, data.name, len(data.classes))
+    return Feed(train, val, first, data.name, len(data.classes), data.inputs)
 
 
 def _from_loaders(train: DataLoader, val: DataLoader, config: Config, device: torch.device) -> Feed:
@@ -69,4 +82,4 @@ def _from_loaders(train: DataLoader, val: DataLoader, config: Config, device: to
         raise ValueError(f"batch_size is {config.batch_size}, and the training loader's is {train.batch_size}")
     training = LoaderBatches(train, "training", device, config.seed)
     validation = LoaderBatches(val, "validation", device, config.seed)
-    return Feed(training, validation, next(validation.epoch(0)), "the loader", None)
+    return Feed(training, validation, next(validation.epoch(0)), "the loader", None, Inputs("the loader"))

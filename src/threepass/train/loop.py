@@ -29,7 +29,7 @@ from .config import Config
 from .feed import Data
 from .folder import created, resumed
 from .metrics import GivenFunctions, LossFn, Metric, best_of
-from .recipes import alpha_in_words
+from .recipes import alpha_in_words, regression_in_words
 from .trainer import AfterStep, Trainer
 
 History = list[dict[str, Any]]  # the metrics of every epoch
@@ -97,11 +97,17 @@ def fit(
         config = saved_config(Path(str(folder)))
     config = (config or Config()).with_settings(settings)
     trainer = Trainer(model, data, config, GivenFunctions(loss_fn, metric, penalty), logger=logger)
-    if not resume and (words := alpha_in_words(config)):
-        print(words, file=sys.stderr)
+    if not resume:
+        _say_what_was_chosen(config, trainer.config)
     run = partial(trainer.run, after_step, keep_going)
     history = run() if folder is None else _run_in(Path(folder), trainer, run, resume)
-    return Fit(model, history[-1]["E"], history[-1]["E_x"], history, config)
+    return Fit(model, history[-1]["E"], history[-1]["E_x"], history, trainer.config)
+
+
+def _say_what_was_chosen(given: Config, config: Config) -> None:
+    for words in (regression_in_words(given, config), alpha_in_words(config)):
+        if words is not None:
+            print(words, file=sys.stderr)
 
 
 def _run_in(folder: Path, trainer: Trainer, run: Callable[[], History], resume: bool) -> History:

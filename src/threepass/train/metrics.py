@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._torch_compat import tree_leaves
@@ -54,6 +54,11 @@ def absolute_error(output: Tensor, y: Tensor) -> Tensor:
 def mean_squared_error(output: Tensor, y: Tensor) -> Tensor:
     """The mean squared difference, of N x 1 outputs and N targets too, which `mse_loss` would broadcast to N x N."""
     return F.mse_loss(output.reshape(y.shape), y)
+
+
+def is_squared_error(loss_fn: LossFn | None) -> bool:
+    """Whether a loss for floating-point targets is the mean squared error; None: the default."""
+    return loss_fn is None or loss_fn is F.mse_loss or isinstance(loss_fn, nn.MSELoss)
 
 
 def cross_entropy(output: Tensor, y: Tensor, label_smoothing: float = 0.0) -> Tensor:

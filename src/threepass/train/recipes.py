@@ -1,8 +1,8 @@
 """Settings that work, by model and data set: the defaults of `threepass train` and `threepass compare`.
 
 Each was found by training, and `results` names the files of those runs. Where there is no recipe, a run starts with
-strength 0.1, which needs no other learning rate than plain training, and all else has the defaults of `Config`, but for
-the learning rates in STARTS.
+strength 0.1, at the learning rate of plain training, and all else has the defaults of `Config`, but for
+the learning rates in STARTS, and that of regressions.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from .config import Config
+from .config import LR, Config
 
 Settings = dict[str, Any]  # of Config
 
@@ -52,8 +52,12 @@ RECIPES: dict[tuple[str, str], Recipe] = {
 
 STRENGTHS = (0.1, 0.3, 1.0)  # to begin with, where there is no recipe
 # The learning rate of SGD where there is no recipe, for nets to which Config's 0.1 does not suit: of plain, the paper's
-# (results/paper/table2.json); of vit, by its errors on digits (results/recipes/vit-search.json).
-STARTS: dict[str, Settings] = {"plain": {"lr": 0.01}, "vit": {"lr": 0.01}}
+# (results/paper/table2.json); of vit and resnet, by their errors on digits (results/recipes/vit-search.json and
+# resnet-search.json).
+STARTS: dict[str, Settings] = {"plain": {"lr": 0.01}, "vit": {"lr": 0.01}, "resnet": {"lr": 0.03}}
+# The learning rate of SGD for regression by the mean squared error: of 0.1, 0.03, ..., the second largest at which no
+# run on standardised targets diverged (results/recipes/regression.json).
+REGRESSION_LR = 0.01
 WITH_NORMS = ("resnet", "vit")  # of `threepass.models`; paper mode leaves out the curvature of norms
 
 
@@ -85,7 +89,7 @@ def train_defaults(model: str, data: str, given: Collection[str]) -> Settings:
     >>> train_defaults("plain20", "cifar10", ["strength"])
     {'epochs': 200, 'lr': 0.01, 'schedule': 'step', 'augment': True}
     >>> train_defaults("resnet20", "cifar10", ["epochs"])
-    {'strength': 0.1, 'mode': 'exact'}
+    {'lr': 0.03, 'strength': 0.1, 'mode': 'exact'}
     """
     recipe = _find_or_start(model, data)
     settings = recipe.common | recipe.third
@@ -116,15 +120,32 @@ def compare_defaults(model: str, data: str, given: Collection[str]) -> Settings:
 def choice_in_words(model: str, data: str, chosen: Settings) -> str:
     """What was chosen for the flags that a user left out, and why.
 
-    >>> choice_in_words("vit", "mnist", train_defaults("vit", "mnist", ["lr"]))
-    'no recipe for vit on mnist: strength 0.1, mode exact, to start with at the learning rate of plain training'
+    >>> choice_in_words("vit", "mnist", train_defaults("vit", "mnist", ["lr", "strength"]))
+    'no recipe for vit on mnist: mode exact for its norms'
+    >>> choice_in_words("mlp", "mine", train_defaults("mlp", "mine", []))
+    'no recipe for mlp on mine: strength 0.1, to start with at the learning rate of plain training'
     """
     words = ", ".join(f"{name} {_shown(value)}" for name, value in chosen.items() if value != ())
     if find(model, data) is not None:
         return f"recipe of {model} on {data}: {words}"
+    words = words.replace("mode exact", "mode exact for its norms")
     third = {"strength", "strengths"} & {*chosen}
     why = ", to start with at the learning rate of plain training" if third else ""
     return f"no recipe for {model} on {data}: {words}{why}"
+
+
+def if_norms(model: str, chosen: Settings, given: Collection[str], config: Config) -> Settings:
+    """What a net of the user's own starts with if it turns out to have norms: exact mode, at the rate of resnet.
+
+    >>> if_norms("my:net", {"strength": 0.1}, [], Config(strength=0.1))
+    {'mode': 'exact', 'lr': 0.03}
+    >>> if_norms("my:net", {"strength": 0.1}, ["lr"], Config(strength=0.1, lr=0.2)), if_norms("mlp", {}, [], Config())
+    ({'mode': 'exact'}, {})
+    """
+    third = config.strength is not None or config.alpha < 1
+    if ":" not in model or not third or "mode" in {*chosen, *given}:
+        return {}
+    return {"mode": "exact"} | (STARTS["resnet"] if config.lr is LR and config.optimizer == "sgd" else {})
 
 
 def alpha_in_words(config: Config) -> str | None:
@@ -137,6 +158,18 @@ def alpha_in_words(config: Config) -> str | None:
         f"{config.lr * config.alpha:g} in plain training (eta_over_alpha, --eta-over-alpha, divides lr by alpha, as "
         "the paper does; strength in place of alpha leaves lr as it is)"
     )
+
+
+def with_regression_lr(config: Config) -> Config:
+    """The config for a regression by the mean squared error, with its learning rate if the user chose none."""
+    return config.with_settings({"lr": REGRESSION_LR}) if config.lr is LR and config.optimizer == "sgd" else config
+
+
+def regression_in_words(given: Config, config: Config) -> str | None:
+    """That a run has the learning rate of regressions."""
+    if given.lr == config.lr:
+        return None
+    return f"lr {config.lr:g}, the default for regression by the mean squared error with SGD"
 
 
 def lr_in_words(config: Config, given: Collection[str]) -> str | None:

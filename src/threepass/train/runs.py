@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import math
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,13 @@ import torch
 from torch import nn
 
 from .. import models
+from .._torch_compat import tree_leaves
 from ..init import init_
+from ..inspect.advise import curved_operations
+from .checks import WRONG
 from .config import Config
 from .config_file import as_toml
-from .data import DataSet, load
+from .data import DataSet, Inputs, load
 from .files import Kinds, read_object
 from .ranks import ALONE, Ranks
 from .trainer import Trainer
@@ -24,6 +29,7 @@ KEYS: dict[str, Kinds] = {
     "data_dir": (str, type(None)), "device": (str,), "config": (dict,),
 }  # fmt: skip
 DEVICES = "cpu, cuda, cuda:N or auto"
+EMPTY: Mapping[str, Any] = {}
 WHERE = ("data_dir", "device")  # a run may go on elsewhere
 
 
@@ -39,10 +45,16 @@ class Run:
     device: str = "auto"
     config: Config = field(default_factory=Config)
 
-    def trainer(self, ranks: Ranks = ALONE) -> Trainer:
-        """The run, ready to begin: data loaded, model made, and both checked against each other and the settings."""
+    def trainer(self, ranks: Ranks = ALONE, if_norms: Mapping[str, Any] = EMPTY) -> Trainer:
+        """The run, ready to begin: data loaded, model made, and both checked against each other and the settings.
+
+        if_norms: settings for a model that has norms; regressions have a learning rate of their own.
+        """
         data = self.load()
-        return Trainer(self.make_model(data), data, self.config, ranks=ranks)
+        model, config = self.make_model(data), self.config
+        if if_norms and norms_of(model, data):
+            config = config.with_settings({k: v for k, v in if_norms.items() if data.classes or k != "lr"})
+        return Trainer(model, data, config, ranks=ranks)
 
     def make_model(self, data: DataSet) -> nn.Module:
         """The model with the initial weights of the run's seed, on the data's device."""
@@ -97,6 +109,16 @@ class Run:
         return dataclasses.replace(self, **where, config=self.config.with_settings(settings))
 
 
+def norms_of(model: nn.Module, data: DataSet) -> tuple[str, ...]:
+    """The normalisations whose curvature paper mode leaves out; none of a model that does not take the data."""
+    few = slice(min(8, len(data.train)))
+    x, y = data.standardised(data.train.x[few]), data.train.y[few]
+    try:
+        return curved_operations(model, lambda output, y: tree_leaves(output)[0].sum(), x, y, None)[0]
+    except WRONG:
+        return ()
+
+
 def find_device(name: str) -> torch.device:
     """The device of this name; auto: cuda if there is one."""
     if name == "auto":
@@ -118,16 +140,15 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def build(name: str, data: DataSet, **options: Any) -> nn.Module:
+def build(name: str, data: DataSet | Inputs, **options: Any) -> nn.Module:
     """A model of `threepass.models` that fits the data's images and classes, or a function of the user's, as it is."""
-    shape, classes = data.train.x.shape[1:], len(data.classes) or data.train.y.shape[1:].numel()
+    inputs = data.inputs if isinstance(data, DataSet) else data
+    shape, classes = inputs.shape or (), inputs.outputs
     fitting: dict[str, Any] = {}
     if name == "mlp":
-        fitting = {"sizes": (shape.numel(), 512, classes)}
+        fitting = {"sizes": (math.prod(shape), 512, classes)}
     elif ":" not in name:
         if len(shape) != 3:
-            raise ValueError(
-                f"model {name!r} takes images, and {data.name} has examples of shape {tuple(shape)}: use mlp"
-            )
+            raise ValueError(f"model {name!r} takes images, and {data.name} has examples of shape {shape}: use mlp")
         fitting = {"classes": classes, "channels": shape[0]} | ({"image": shape[-1]} if name == "vit" else {})
     return models.by_name(name, **fitting | options)

@@ -1,6 +1,7 @@
 """One run from its first step to its last: steps, epochs, metrics, checkpoints."""
 
 import contextlib
+import itertools
 import math
 import signal
 import time
@@ -18,16 +19,18 @@ from .average import MovingAverage
 from .captured import CapturedSteps
 from .checks import choose_objective
 from .config import RESUME_MAY_CHANGE, Config
-from .data import DataSet, LoaderBatches
+from .data import DataSet, Inputs, LoaderBatches
 from .feed import Data, feed
 from .folder import RunFolder, event_names
 from .interrupts import Interrupts, interrupts_between_steps
-from .metrics import DEFAULTS, GivenFunctions, best_of, name_of
+from .loss_watch import LossWatch, bad_values
+from .metrics import DEFAULTS, GivenFunctions, best_of, is_squared_error, name_of
 from .numerics import numerics
 from .optimizer import make_optimizer
 from .probes import compare_passes, measure_alignment
 from .progress import Progress
 from .ranks import ALONE, Ranks
+from .recipes import with_regression_lr
 from .recorder import Recorder
 from .steps import SUMS, CompiledGradientSteps, Steps
 from .validation import CapturedValidation, Validation
@@ -48,7 +51,7 @@ class Trainer:
         ranks: Ranks = ALONE,
         logger: Logger | None = None,
     ):
-        self.model, self.config, self.ranks, self.logger = model, config, ranks, logger
+        self.model, self.ranks, self.logger = model, ranks, logger
         self.labels = data.val.y if isinstance(data, DataSet) else None  # of validation, for data in memory
         if ranks.size > 1 and config.sam:
             raise ValueError("sam is for one process: it perturbs the weights along the gradient of a whole batch")
@@ -56,6 +59,9 @@ class Trainer:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.device = next(model.parameters()).device
         self.feed = feed(data, config, self.device, ranks)
+        if self.feed.is_regression and is_squared_error(given.loss_fn):
+            config = with_regression_lr(config)
+        self.config = config
         self.objective = choose_objective(model, self.feed, config, given)
         self.optimizer = make_optimizer(model, config)
         self.average = MovingAverage(model, config.ema) if config.ema else None
@@ -64,6 +70,7 @@ class Trainer:
         self.seconds = 0.0  # of the epoch so far
         self.history: list[dict[str, Any]] = []
         self.folder: RunFolder | None = None
+        self._losses = LossWatch()
         self._interrupts = Interrupts()
         self._saved = self._watched = time.monotonic()
         self._logged = 0  # batches of the epoch whose figures are logged
@@ -93,6 +100,8 @@ class Trainer:
     def begin(self, folder: RunFolder) -> None:
         """Goes on from the folder's checkpoint; a new run gets its first one, and can be resumed from the start on."""
         self.folder = folder
+        if self.ranks.is_first and not Inputs.is_in(folder.path):
+            self.feed.inputs.write(folder.path)
         if folder.has_checkpoint:
             self.resume()
         else:
@@ -170,10 +179,12 @@ class Trainer:
 
         Several ranks look at every step: they must stop at the same one.
         """
-        if self.device.type != "cpu" and self.ranks.size == 1 and time.monotonic() - self._watched < 1:
+        is_recent = self._losses.first is not None and time.monotonic() - self._watched < 1
+        if self.device.type != "cpu" and self.ranks.size == 1 and is_recent:
             return False
         self._watched = time.monotonic()
-        return not math.isfinite(self.steps.loss.item())
+        lr = self.steps.schedule.lr(self.epoch * len(self.batches) + self.done - 1)
+        return not self._losses.is_finite(self.steps.loss.item(), lr)
 
     def _finish_epoch(self, progress: Progress, keep_going: bool) -> None:
         with contextlib.nullcontext() if self.average is None else self.average.in_place():
@@ -188,12 +199,18 @@ class Trainer:
         if self.folder is not None:
             self.folder.write_metrics(self.history)
         if diverged:
-            raise DivergedError(self.epoch + 1, bad, self.epoch * len(self.batches) + (bad or 0))
+            position = self.epoch * len(self.batches) + (bad or 0)
+            raise DivergedError(self.epoch + 1, bad, position, self._bad_data(bad))
         self.epoch, self.done, self.seconds, self._logged = self.epoch + 1, 0, 0.0, 0
         self.steps.sums.zero_()
         if self.epoch % self.config.save_every == 0 or self.epoch == self.config.epochs:
             self.save()
         progress.epoch(metrics)
+
+    def _bad_data(self, batch: int | None) -> str | None:
+        """What is not finite in a batch of this epoch, which is read again; None: in the validation set."""
+        batches = self.feed.val.epoch(0) if batch is None else self.batches.epoch(self.epoch, batch)
+        return bad_values(itertools.islice(batches, None if batch is None else 1))
 
     def _measure_epoch(self) -> dict[str, Any]:
         began = time.perf_counter() - self.seconds

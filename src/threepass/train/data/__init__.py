@@ -9,7 +9,8 @@ for x, y in batches.epoch(0):
 from .batches import Batches
 from .dataset import DataSet, Split, from_dataset
 from .formats import DataError
+from .inputs import Inputs
 from .loaders import LoaderBatches
 from .sources import NAMES, load
 
-__all__ = ["NAMES", "Batches", "DataError", "DataSet", "LoaderBatches", "Split", "from_dataset", "load"]
+__all__ = ["NAMES", "Batches", "DataError", "DataSet", "Inputs", "LoaderBatches", "Split", "from_dataset", "load"]

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .dataset import Split, standardisation
+from .dataset import Split
+from .inputs import standardisation
 
 PAD = 4
 

@@ -1,8 +1,8 @@
 """A data set: two splits on one device, with what is needed to normalise them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from ...errors import warn_caller
 from .formats import DataError
+from .inputs import Inputs
 
 Device = torch.device | str
 
@@ -54,31 +55,35 @@ class DataSet:
 
     def standardised(self, x: Tensor) -> Tensor:
         """x as `fit` gives it to the model: (x - mean) / std, channel by channel; uint8 is divided by 255 before."""
-        scale, shift = standardisation(x, (self.mean, self.std))
-        return x.to(scale.dtype).mul(scale).add(shift)
+        return self.inputs.standardised(x)
+
+    @property
+    def inputs(self) -> Inputs:
+        """What a run saves of the data."""
+        x, y = self.train.x, self.train.y
+        outputs = len(self.classes) or y.shape[1:].numel()
+        kind = str(x.dtype).removeprefix("torch.")
+        return Inputs(self.name, tuple(x.shape[1:]), kind, self.mean, self.std, self.classes, outputs)
 
 
-def standardisation(x: Tensor, normalise: tuple[Sequence[float], Sequence[float]] | None) -> tuple[Tensor, Tensor]:
-    """scale and shift, C x 1 x 1, with scale * x + shift = (pixels - mean) / std."""
-    channels = x.shape[1]
-    mean, std = ([0.0] * channels, [1.0] * channels) if normalise is None else normalise
-    if len(mean) != channels or len(std) != channels:
-        raise ValueError(f"normalise needs {channels} means and stds, one a channel; got {len(mean)} and {len(std)}")
-    one = 255 if x.dtype == torch.uint8 else 1
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    shape = (channels, *[1] * (x.dim() - 2))
-    scale = torch.tensor([1 / (one * s) for s in std], dtype=dtype).view(shape)
-    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], dtype=dtype).view(shape)
-    return scale.to(x.device), shift.to(x.device)
-
-
-def from_dataset(train: Dataset, val: Dataset, name: str = "dataset", device: Device = "cpu") -> DataSet:
+def from_dataset(
+    train: Dataset,
+    val: Dataset,
+    name: str = "dataset",
+    device: Device = "cpu",
+    channels: Literal["first", "last"] | None = None,
+) -> DataSet:
     """A DataSet from two torch Datasets of pairs (x, label), or (x, target) with floating-point targets for regression.
 
     x is a tensor or array, C x H x W, H x W or F, or a PIL image. Every example is read once, so transforms should not
     be random: augment with `Batches`. `fit` trains on standardised inputs, `standardised(x)` of the result.
+
+    channels: "last" takes H x W x C for x, "first" C x H x W. By default channels are first, and an x that looks like
+    H x W x C, with 1, 3 or 4 numbers along the last dimension and more along both others, is an error.
     """
-    return assemble(_read("train", train), _read("val", val), name, device=device)
+    if channels not in (None, "first", "last"):
+        raise ValueError(f'channels must be "first", "last" or None, got {channels!r}')
+    return assemble(_read("train", train, channels), _read("val", val, channels), name, device=device)
 
 
 def assemble(
@@ -120,6 +125,12 @@ def _classes(train: Tensor, val: Tensor, name: str, classes: tuple[str, ...] | N
             f"{name}: labels run to {high}, but only {len(labels)} different ones occur: number the classes from 0 on, "
             "as numpy.unique(y, return_inverse=True) does"
         )
+    if low > 0 and classes is None:
+        text = (
+            f"{name}: labels run from {low} to {high} and none is 0, so that a model needs {count} outputs, one for "
+            f"class 0 too: subtract {low} from the labels if they are meant to count from {low}"
+        )
+        warn_caller(text, UserWarning)
     unseen = labels[~torch.isin(labels, known)].tolist()
     if unseen:
         text = f"{name}: no training example is of class {', '.join(map(str, unseen[:10]))}, which validation has"
@@ -127,8 +138,11 @@ def _classes(train: Tensor, val: Tensor, name: str, classes: tuple[str, ...] | N
     return classes or tuple(map(str, range(count)))
 
 
-def make_split(x: Any, y: Any, what: str) -> Split:
-    """A Split from arrays or tensors: N x H x W gets a channel axis; x other than uint8 becomes float32."""
+def make_split(x: Any, y: Any, what: str, channels: str | None = None) -> Split:
+    """A Split from arrays or tensors: N x H x W gets a channel axis; x other than uint8 becomes float32.
+
+    channels: "first" or "last" in an x of four dimensions; None: first, and an x that looks otherwise is refused.
+    """
     try:
         x, y = torch.as_tensor(x), torch.as_tensor(y)
     except TypeError as error:
@@ -148,20 +162,36 @@ def make_split(x: Any, y: Any, what: str) -> Split:
             f"{what}: y is {_kind(y)} with whole numbers only: convert it to integers if these are classes, "
             "or for regression give it the shape N x 1"
         )
+    if x.dim() == 4:
+        x = _channels_first(x, what, channels)
     if x.dtype != torch.uint8:
         x = x.float()
     return Split(x[:, None] if x.dim() == 3 else x, y.float() if y.is_floating_point() else y.long())
+
+
+def _channels_first(x: Tensor, what: str, channels: str | None) -> Tensor:
+    """Images as N x C x H x W."""
+    if channels == "last":
+        return x.movedim(-1, 1).contiguous()
+    few = (1, 3, 4)  # grey, colours, colours and transparency
+    if channels is None and x.shape[-1] in few and min(x.shape[1:3]) > max(few):
+        raise DataError(
+            f"{what}: x is {tuple(x.shape)}, which looks like N x H x W x C, and channels come first, N x C x H x W: "
+            'give numpy.moveaxis(x, -1, 1), or from_dataset(..., channels="last"). If this is N x C x H x W, say so: '
+            'from_dataset(..., channels="first")'
+        )
+    return x
 
 
 def _kind(y: Tensor) -> str:
     return f"{str(y.dtype).removeprefix('torch.')} {tuple(y.shape)}"
 
 
-def _read(what: str, dataset: Dataset) -> Split:
+def _read(what: str, dataset: Dataset, channels: str | None) -> Split:
     examples: list[Tensor] = []
     labels = []
     for x, label in _items(dataset):
-        x = _image(x)
+        x = _image(x, channels)
         if examples and x.shape != examples[0].shape:
             raise DataError(
                 f"{what}: example {len(examples)} is {tuple(x.shape)}, the first is {tuple(examples[0].shape)}"
@@ -170,7 +200,7 @@ def _read(what: str, dataset: Dataset) -> Split:
         labels.append(torch.as_tensor(label))
     if not examples:
         raise DataError(f"{what}: the dataset is empty")
-    return make_split(torch.stack(examples), torch.stack(labels), what)
+    return make_split(torch.stack(examples), torch.stack(labels), what, channels)
 
 
 def _items(dataset: Any) -> Iterator[tuple[Any, Any]]:
@@ -179,10 +209,10 @@ def _items(dataset: Any) -> Iterator[tuple[Any, Any]]:
     return iter(dataset)
 
 
-def _image(x: Any) -> Tensor:
+def _image(x: Any, channels: str | None) -> Tensor:
     if hasattr(x, "getbands"):  # a PIL image: H x W, or H x W x C
         pixels = torch.tensor(np.asarray(x))
-        return pixels.movedim(-1, 0) if pixels.dim() == 3 else pixels
+        return pixels.movedim(-1, 0) if pixels.dim() == 3 and channels != "last" else pixels
     return torch.as_tensor(x)
 
 
