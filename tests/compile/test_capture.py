@@ -166,6 +166,18 @@ def test_gradients_add_up_and_hooks_fire(traced_only):
     same(seen, [3 * one["1.weight"]], 1e-12)
 
 
+@pytest.mark.parametrize("compile", [False, "require"])
+def test_a_loss_that_no_trained_parameter_has_part_in(compile, traced_only):
+    """As with loss.backward(), `p.grad` stays as it is; here the loss depends on frozen parameters alone."""
+    model, x, y = problem("mlp")
+    model.requires_grad_(False).append(nn.Module())
+    model[-1].forward, model[-1].spare = torch.sin, nn.Parameter(torch.ones(2, dtype=torch.float64))
+    step = threepass.ThreePass(model, F.cross_entropy, batch_size=2 * len(x), compile=compile)
+    assert step(x, y).grads == {}
+    assert not step.loss(x, y).requires_grad
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_terms_apart_and_strength(traced_only):
     model, x, y = problem("mlp")
     step = threepass.ThreePass(model, F.cross_entropy, strength=2.0, separate=True, compile=True)
