@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._torch_compat import tree_map
+from .._torch_compat import tree_leaves, tree_map
 from ..errors import UnsupportedError
 from ..numerics.precision import power_of_two, seed_op
 from ..rules.generic import leaf_tensors_of
@@ -162,7 +162,8 @@ def _passes(task: Task, options: GradientOptions, warn: bool, seed, module_paths
         of_value = task._replace(loss_fn=lambda out, _: value_fn(out), x=x)
         output, value = forward(of_value, tape, options, _check_value)
         samplewise = options.value_fn is None and not options.separate and is_samplewise(tape, output)
-        tape.prune(to_loss=True)
+        results = [z for z in (value, *tree_leaves(output)) if isinstance(z, Tensor) and tape.is_active(z)]
+        tape.prune([tape.meta_of(z) for z in results])
         plan = joint_plan(tape, compiled=seed is not None)
 
         # Pass 2: backward, to g.
