@@ -257,6 +257,23 @@ def test_what_eager_refuses_is_refused_and_nothing_has_changed():
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("first", ["good", "bad"])
+def test_a_call_that_fails_eagerly_too_is_no_failed_capture(first, traced_only):
+    """A wrong label in one call: the step is captured when the labels are right."""
+    model, x, y = problem("mlp")
+    step = threepass.ThreePass(model, F.cross_entropy, compile=True)
+    if first == "good":
+        step(x, y)
+    for size in (2, 2, 3, 3, 3, len(x)) if first == "good" else (len(x),) * 4:
+        with pytest.raises(IndexError, match="out of bounds"):
+            step(x[:size], y[:size] + 1000)
+    step(x, y)
+    assert len(step.compiled.programs) == 1
+    step(x[:2], y[:2])
+    step(x[:2], y[:2])
+    assert len(step.compiled.programs) == 2
+
+
 @pytest.mark.parametrize("ratio", [1e-3, 1e-2])
 @pytest.mark.parametrize("alpha", [0.1, 0.5, 0.8])
 @pytest.mark.parametrize("kind", ["linear", "conv", "norm"])
