@@ -274,6 +274,45 @@ def test_a_call_that_fails_eagerly_too_is_no_failed_capture(first, traced_only):
     assert len(step.compiled.programs) == 2
 
 
+class Tokens(nn.Module):
+    """Tokens, some of which are summed by an index; dropout and batch norm have states that calls move."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(9, 6), nn.BatchNorm1d(6), nn.Linear(6, 5)
+
+    def forward(self, tokens, places):
+        h = F.dropout(self.norm(self.embedding(tokens)), 0.2, self.training)
+        return self.head(h + torch.zeros_like(h).index_add(0, places, h)[-1 - places])
+
+
+@pytest.mark.parametrize("sizes", [(12, 12, 12), (12, 10, 8, 7)])
+def test_indices_out_of_range_are_an_error_that_changes_nothing(sizes, traced_only):
+    """Inductor's loops would end the process. Of a program for one size, and of one for many."""
+    torch.manual_seed(0)
+    model = Tokens()
+    step = threepass.ThreePass(model, F.cross_entropy, strength=0.1, mode="exact", input_at="embedding", compile=True)
+    for n in sizes:
+        x, y = (torch.arange(n) % 9, torch.arange(n)), torch.arange(n) % 5
+        y[2] = -100  # the label that is ignored
+        step(x, y)
+    assert step.compiled.programs.entries[-1].uses >= 2
+
+    def state():
+        return [z.clone() for p in model.parameters() for z in (p, p.grad)] + [z.clone() for z in model.buffers()]
+
+    before, rng, calls = state(), torch.get_rng_state(), step.calls
+    for k, name, value in [(0, "embedding", 9), (0, "embedding", -1), (1, "ind", n), (2, "nll_loss", 5)]:
+        bad = [x[0].clone(), x[1].clone(), y.clone()]
+        bad[k][3] = value
+        with pytest.raises(IndexError, match=rf"index {value} is out of range for {name}"):
+            step(tuple(bad[:2]), bad[2])
+    same(state(), before, 0)
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert step.calls == calls
+    step(x, y)
+
+
 @pytest.mark.parametrize("ratio", [1e-3, 1e-2])
 @pytest.mark.parametrize("alpha", [0.1, 0.5, 0.8])
 @pytest.mark.parametrize("kind", ["linear", "conv", "norm"])

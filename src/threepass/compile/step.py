@@ -275,9 +275,10 @@ class CompiledSteps:
         if step is None:
             return self.programs.eagerly(eager, next(self.model.parameters()).device)
         with torch.inference_mode(False):
-            tensors = [z for z in flat if isinstance(z, Tensor)]
+            tensors, weights = [z for z in flat if isinstance(z, Tensor)], self._weights_of(call.weights)
+            step.captured.check_indices(weights, self._seed_for(None, calls), *tensors)
             seed = self._seed_for(step.captured.program, calls)
-            return step(self._weights_of(call.weights), seed, tensors, scaler, add)
+            return step(weights, seed, tensors, scaler, add)
 
     def _refuse_surroundings(self) -> None:
         """Raises where a program cannot do what an eager step does."""
