@@ -95,6 +95,8 @@ def test_parameters_made_in_inference_mode():
         model = net()
     with pytest.raises(ValueError, match="inference_mode"):
         call(model)
+    with pytest.raises(ValueError, match="inference_mode"):  # also where the step watches versions of parameters
+        threepass.ThreePass(model, torch.nn.functional.mse_loss, alpha=0.5)(torch.randn(4, 3))
 
 
 class Once(torch.autograd.Function):

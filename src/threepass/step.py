@@ -31,6 +31,7 @@ from .core.ranks import count_ranks, is_wrapper, loss_through, reduces_gradients
 from .core.scaler import scaled, times
 from .core.wrt import Wrt
 from .errors import UncompiledWarning, warn_caller
+from .numerics.precision import accumulate_dtype
 
 Run = Callable[[nn.Module, Any], AnyResult]  # the passes of a model on x
 Capture = Callable[[nn.Module], Call]  # what is captured in their place
@@ -124,9 +125,9 @@ class _Step:
         """mean: what the gradients are multiplied by, to be those of a mean over the samples."""
         named = dict(model.named_parameters())
         grads = scaled(list(r.grads.values()), self.scaler)
-        if mean != 1:
-            grads = times(grads, grads[0].new_full((), mean))
-        elif self.compiled is not None and grads[0].is_cuda:  # the next replay of a CUDA graph overwrites them
+        if mean != 1 and grads:
+            grads = times(grads, grads[0].new_full((), mean, dtype=accumulate_dtype(grads[0].dtype)))
+        elif self.compiled is not None and r.loss.is_cuda:  # the next replay of a CUDA graph overwrites them
             grads = [g.clone() for g in grads]
         return PrecomputedLoss(r.loss, [named[name] for name in r.grads], grads, self.calls)
 

@@ -414,6 +414,42 @@ def test_each_change_is_noticed(name):
             assert next(before.changes(after))
 
 
+SCRIPT = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.out = torch.nn.Linear(3, 2), 1.0
+
+    def forward(self, x):
+        class Scaled:
+            factor = gain  # a global that the body of a class reads
+        return self.layer(x) * self.out * Scaled.factor * (lambda: shift)()
+
+class Read(torch.nn.Module):
+    def forward(self, x):
+        return x * globals()["out"]
+"""
+
+
+def test_variables_of_a_script_that_are_named_as_attributes():
+    script: dict[str, object] = {"__name__": "script", "gain": 1.0, "shift": 0.5, "layer": 1.0, "out": 1.0}
+    exec(SCRIPT, script)
+    signature, by_string = Signature(script["Net"](), F.mse_loss), Signature(script["Read"](), F.mse_loss)
+    before = signature.state()
+    for name in ("out", "layer"):  # `out` of `self.out`
+        script[name] = 2.0
+        assert signature.state() is before
+    read = by_string.state()
+    script["out"] = 3.0
+    assert by_string.state() != read
+    for name in ("gain", "shift"):
+        script[name] = 2.0
+        assert signature.state() != before
+        before = signature.state()
+
+
 def test_dicts_and_hooks_in_another_order():
     """Of an OrderedDict and of a plain dict, in place: sizes and values stay what they are."""
     with world() as w:

@@ -405,6 +405,36 @@ class Quantise(torch.autograd.Function):
         return d * inside, (d * torch.where(inside, (a / w).round() - a / w, (a / w).sign() * 2)).sum()
 
 
+def nearest(m, x):
+    """Vector quantisation; the backward of cdist cannot be differentiated, and does not have to be."""
+    h = m.a(x)
+    code = m.code[torch.cdist(h, m.code).argmin(1)]
+    return m.head(h.tanh() + code)
+
+
+def distances_of_views(m, x):
+    h = m.a(x) * 1.0
+    near = torch.cdist(h[:, :3], h[:, 3:]).diagonal().argsort()
+    h[:, 0] = x[:, 1] ** 2
+    return m.head(h[near])
+
+
+@pytest.mark.parametrize("forward", [nearest, distances_of_views])
+def test_operations_that_the_loss_does_not_depend_on_need_no_second_derivative(forward):
+    def measured(output, y):
+        torch.cdist(output, output).mean()  # a figure that nobody differentiates
+        return F.cross_entropy(output, y)
+
+    check(forward, (4, 6), measured, code=draw(3, 6), **LINEAR)
+    model, x = Net(forward, code=draw(3, 6), **LINEAR), draw(4, 6)
+    leaf = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(model(leaf * 1).pow(2).sum(), leaf, create_graph=True)
+    expected = torch.autograd.grad(g.pow(3).sum(), [model.a.weight, model.head.weight])
+    r = threepass.gradient_step(model, lambda output, g, y: g.pow(3).sum(), x, value_fn=lambda z: z.pow(2).sum())
+    names = ("a.weight", "head.weight")
+    assert_close({n: r.grads[n] for n in names}, dict(zip(names, expected, strict=True)), 1e-10)
+
+
 def test_quantisers_are_not_refused():
     model = Net(lambda s, x: s.head(Quantise.apply(s.a(x), s.w)), w=torch.tensor(0.5), **LINEAR)
     r = threepass.three_pass(model, F.cross_entropy, draw(4, 6), Y, separate=True)

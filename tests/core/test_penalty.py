@@ -233,6 +233,17 @@ def mixing(g):
     return g.square().sum(1) / g.square().sum()
 
 
+def mixing_in_the_last(g):
+    return torch.cat([g[:-1].square().sum(1), g.square().sum()[None]])
+
+
+def inactive_for_the_first(g):
+    return F.relu((g - g.mean(0)).norm(dim=1) - (g - g.mean(0)).norm(dim=1)[0].detach())
+
+
+METRIC = torch.ones(5, dtype=torch.float64, requires_grad=True)
+
+
 @pytest.mark.parametrize(
     ("penalty", "error", "message"),
     [
@@ -243,7 +254,12 @@ def mixing(g):
         (lambda g: 0.0, ValueError, "got float"),
         (lambda g: g.detach().abs().sum(1), ValueError, "not differentiable in g"),
         (lambda g: (g > 0).sum(1), ValueError, "not differentiable in g"),
+        (lambda g: (g + 1j).sum(1), TypeError, "must return real numbers, got torch.complex128"),
+        (lambda g: (g * METRIC).sum(1), ValueError, r"penalty\(g\) reads 1 other tensor"),
         (mixing, ValueError, "penalty mixes samples"),
+        (mixing_in_the_last, ValueError, "penalty mixes samples"),
+        (inactive_for_the_first, ValueError, "penalty mixes samples"),
+        (lambda g: g.square().sum(1).cumsum(0), ValueError, "penalty mixes samples"),
         (
             lambda g: (g * 0).norm(dim=1).sqrt(),
             FloatingPointError,
@@ -256,6 +272,17 @@ def test_bad_penalties(penalty, error, message):
     for _ in range(2):
         with pytest.raises(error, match=message):
             threepass.three_pass(model, F.cross_entropy, x, y, penalty=penalty)
+
+
+def test_a_penalty_that_mixes_samples_is_seen_after_a_batch_of_one():
+    model, x, y = mlp()
+
+    def centred(g):
+        return (g - 0.5 * g.mean(0)).square().sum(1)
+
+    threepass.three_pass(model, F.cross_entropy, x[:1], y[:1], penalty=centred)
+    with pytest.raises(ValueError, match="penalty mixes samples"):
+        threepass.three_pass(model, F.cross_entropy, x, y, penalty=centred)
 
 
 def test_norm_needs_samples_along_dimension_0():

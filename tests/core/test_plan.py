@@ -19,8 +19,8 @@ def plan(options: Options, *, activation=nn.ReLU, third=True, compiled=False, dt
     model = nn.Sequential(nn.Conv1d(3, 4, 2), activation(), nn.Flatten(), nn.Linear(12, 2)).to(dtype)
     tape = Record("cpu")
     x, y = torch.randn(5, 3, 4, dtype=dtype), torch.randint(2, (5,))
-    forward(Task(model, F.cross_entropy, x, y), tape, options)
-    tape.prune(to_loss=options.exact and third)
+    _, loss = forward(Task(model, F.cross_entropy, x, y), tape, options)
+    tape.prune([tape.meta_of(loss)] if options.exact and third else [])
     return make_plan(tape, options, 5, third, WEIGHTS if compiled else None)
 
 

@@ -31,6 +31,18 @@ def test_works_where_gradients_are_switched_off(context, mode):
     assert_close({n: p.grad for n, p in model.named_parameters()}, expected.grads, 0.0)
 
 
+def test_a_compiled_step_that_begins_in_inference_mode_goes_on_outside_of_it():
+    """What it keeps between calls, the seed among them, is no inference tensor."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x, y = torch.randn(6, 5, dtype=torch.float64), torch.randint(0, 3, (6,))
+    step = threepass.ThreePass(model, F.cross_entropy, strength=0.5, compile="require")
+    with torch.inference_mode():
+        step(x, y)
+    step(x, y)
+    expected = threepass.three_pass(model, F.cross_entropy, x, y, strength=0.5).grads
+    assert_close({n: p.grad / 2 for n, p in model.named_parameters()}, expected, 1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("mode", ["paper", "exact"])

@@ -22,6 +22,7 @@ from . import inductor
 from .check import NOTHING, Outputs, check
 from .cuda_graph import CudaGraph
 from .dynamic import Dimensions, Guards, SymbolicInputs
+from .indices import IndexRanges
 from .rewrite.graph import is_ours
 from .trace import Fn, Program, trace
 
@@ -46,6 +47,8 @@ class Captured:
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
         self.graph: CudaGraph | None = None
+        on_cpu = all(z.device.type == "cpu" for z in program.state)
+        self._ranges = IndexRanges(program.plain.graph, len(program.state)) if on_cpu else None
 
     @property
     def has_kernels(self) -> bool:
@@ -81,6 +84,11 @@ class Captured:
         """Raises a `CaptureError` if the compiled program is wrong; adds to `check_seconds`."""
         self._checked.append([z.shape for z in inputs])
         self.check_seconds += _checked(self, inputs)
+
+    def check_indices(self, *inputs: Tensor) -> None:
+        """Raises an `IndexError` if an index in the inputs is out of range. To be called before each run."""
+        if self._ranges is not None:
+            self._ranges.check([*self.program.state, *inputs])
 
     def ungraphed(self, *inputs: Tensor) -> list[Tensor]:
         with torch.no_grad():

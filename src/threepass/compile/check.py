@@ -187,7 +187,9 @@ def _outcome(graph: GraphModule, run: Run, values: Sequence[Tensor], weights: in
 def _wide(z: Tensor) -> Tensor:
     if z.is_floating_point():
         return z.double()
-    return z.to(torch.complex128) if z.is_complex() else z
+    if z.is_complex():
+        return z.to(torch.complex128)
+    return z.byte() if z.dtype == torch.bool else z  # truth values have no difference
 
 
 class Part:

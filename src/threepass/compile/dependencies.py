@@ -11,6 +11,7 @@ classes and other objects the attributes that some code among all this names. Te
 compared by identity, numbers, strings, containers and arrays by value.
 """
 
+import dis
 import functools
 import random
 import sys
@@ -437,12 +438,13 @@ class Dependencies:
                 continue
             self._always.cells.append(cell)
             self._add(f"{path}: {name}", value, NAMED)
-        self._globals(f, names_in(f.__code__))
+        self._globals(f)
 
-    def _globals(self, f: types.FunctionType, names: frozenset[str]) -> None:
-        chosen = [n for n in sorted(names) if n in f.__globals__ and _is_watched(f.__globals__[n])]
+    def _globals(self, f: types.FunctionType) -> None:
+        read = [n for n in sorted(globals_in(f.__code__)) if n in f.__globals__]
+        chosen = [n for n in read if _is_watched(f.__globals__[n])]
         self._attributes(f"{f.__module__}", f.__globals__, chosen, NAMED)
-        for name in sorted(names.difference(f.__globals__)):  # imported inside the function
+        for name in sorted(names_in(f.__code__).difference(f.__globals__)):  # imported inside the function
             if isinstance(module := sys.modules.get(name), types.ModuleType) and not is_library(name):
                 self._add(f"module {name}", module, NAMED)
 
@@ -540,6 +542,23 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     inner = (names_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
     strings = (const for const in code.co_consts if isinstance(const, str) and const.isidentifier())
     return frozenset(code.co_names).union(strings, *inner)
+
+
+@functools.lru_cache(4096)
+def globals_in(code: types.CodeType) -> frozenset[str]:
+    """The globals that a function's code reads, functions inside it included.
+
+    Attributes do not count: scripts name their own variables as models name attributes (`loss`, `x`, `out`).
+    """
+    if not _BY_STRING.isdisjoint(names_in(code)):
+        return names_in(code)
+    own = (i.argval for i in dis.get_instructions(code) if i.opname.endswith(_READS_GLOBAL))
+    inner = (globals_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return frozenset(own).union(*inner)
+
+
+_READS_GLOBAL = ("_GLOBAL", "_GLOBALS", "_NAME")  # the last two in bodies of classes
+_BY_STRING = frozenset(("eval", "exec", "globals", "vars", "__dict__", "__globals__"))
 
 
 def _is_own(name: str, value: Any) -> bool:

@@ -97,6 +97,7 @@ class Programs(Generic[P]):
         self._wasted = self._failed = self._unsettled = 0  # attempts, in a row
         self._warned: set[str] = set()
         self._due: CaptureError | None = None
+        self._failing: Entry[P] | None = None  # whose capture failed in this call
         self.announce: Callable[[str], None] = lambda text: None
         self.seconds = self.check_seconds = 0.0
 
@@ -140,6 +141,7 @@ class Programs(Generic[P]):
         call, where its program may be dynamic.
         """
         with _LOCK:
+            self._failing = None
             try:
                 key = Key(self.signature.state(), kind, inputs)
             except CaptureError as error:
@@ -318,6 +320,7 @@ class Programs(Generic[P]):
         except Exception as error:
             entry.failed = True
             self._failed += 1
+            self._failing = entry
             self.refuse(error)
         else:
             self._finish(entry, program, time.perf_counter() - began)
@@ -369,15 +372,29 @@ class Programs(Generic[P]):
 
     def eagerly(self, step: Callable[[], R], device: torch.device) -> R:
         """Runs a step that has no program; measures it and warns, if a warning is due."""
-        if self._due is None:
-            return step()
         due, self._due = self._due, None
-        _wait_for(device)
+        if due is not None:
+            _wait_for(device)
         began = time.perf_counter()
-        result = step()
-        _wait_for(device)
-        warn_uncompiled(due, time.perf_counter() - began)
+        try:
+            result = step()
+        except Exception:
+            self._forget_failure(due)
+            raise
+        if due is not None:
+            _wait_for(device)
+            warn_uncompiled(due, time.perf_counter() - began)
         return result
+
+    def _forget_failure(self, due: CaptureError | None) -> None:
+        """The eager step failed too, at a label that is out of range, say: the next call is captured as if new."""
+        entry, self._failing = self._failing, None
+        if entry is None:
+            return
+        entry.failed = False
+        self._failed -= 1
+        if due is not None:
+            self._warned.discard("capture")
 
     def report(self) -> str:
         """A line for each program: how often it was used, what capturing it took, and for which inputs it is."""

@@ -120,7 +120,7 @@ class Step:
         count = len(self.parameters)
         if add:
             self._add(scaled(outputs[:count], scaler))
-        starts = range(count, (len(self.dicts) + 1) * count, count)
+        starts = [i * count for i in range(1, len(self.dicts) + 1)]
         named = [dict(zip(self.names, outputs[i : i + count], strict=True)) for i in starts]
         rest = outputs[(len(self.dicts) + 1) * count :]
         for (module, name), z in zip(reversed(self.kept), reversed(rest), strict=False):
@@ -275,9 +275,10 @@ class CompiledSteps:
         if step is None:
             return self.programs.eagerly(eager, next(self.model.parameters()).device)
         with torch.inference_mode(False):
-            tensors = [z for z in flat if isinstance(z, Tensor)]
+            tensors, weights = [z for z in flat if isinstance(z, Tensor)], self._weights_of(call.weights)
+            step.captured.check_indices(weights, self._seed_for(None, calls), *tensors)
             seed = self._seed_for(step.captured.program, calls)
-            return step(self._weights_of(call.weights), seed, tensors, scaler, add)
+            return step(weights, seed, tensors, scaler, add)
 
     def _refuse_surroundings(self) -> None:
         """Raises where a program cannot do what an eager step does."""
@@ -293,7 +294,8 @@ class CompiledSteps:
 
     def _sizes(self, flat: list[Any], spec: TreeSpec, call: Call) -> Sizes[Step]:
         tensors = [z for z in flat if isinstance(z, Tensor)]
-        fixed = [self._weights_of(call.weights), self._seed_for(None, 0)]
+        with torch.inference_mode(False):  # they are kept for other calls
+            fixed = [self._weights_of(call.weights), self._seed_for(None, 0)]
 
         def make(varying: Dimensions) -> Step:
             if any(step.captured.has_kernels for step in self.programs):

@@ -184,7 +184,7 @@ def _three_passes(step: _Step, module_paths: bool, blocks: bool) -> Result:
         # tape then decide how the gradients of passes 2 and 3 are combined.
         tape = Record(next(iter(parameters.values())).device.type, module_paths, blocks)
         output, loss = forward(step.task, tape, options)
-        tape.prune(to_loss=options.exact and step.third)
+        tape.prune([tape.meta_of(loss)] if options.exact and step.third else [])
         plan = make_plan(tape, options, samples, step.third, step.weights)
 
         # Pass 2: backward, to dl/dx and to the error d of every operation with weights; l_x is a function of dl/dx.
@@ -379,7 +379,7 @@ class BlockPropagation:
             with as_recorded(block.func, block.autocast, block.rng), intercepting_functions(), inner:
                 result = block.func(*args, **kwargs)
             u = block.output_in(result, inner.operations, inner.meta_of)
-            inner.prune(to_loss=False, outputs=[inner.meta_of(u)] if block.pushes else [])
+            inner.prune([inner.meta_of(u)] if block.pushes else [])
         return inner, u
 
     def _signals(self, inner: Record) -> Signals:

@@ -16,7 +16,7 @@ pass 4 starts from, so that one pass 4 serves them together. Some piecewise line
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._torch_compat import tree_map
+from .._torch_compat import tree_leaves, tree_map
 from ..errors import UnsupportedError
 from ..numerics.precision import power_of_two, seed_op
-from ..rules.generic import nodes_of
+from ..rules.generic import leaf_tensors_of
 from ..tape.record import Record
 from ..tape.signals import ActivationMeta
 from ..tape.state import autograd_enabled, unchanged_on_error
@@ -162,7 +162,8 @@ def _passes(task: Task, options: GradientOptions, warn: bool, seed, module_paths
         of_value = task._replace(loss_fn=lambda out, _: value_fn(out), x=x)
         output, value = forward(of_value, tape, options, _check_value)
         samplewise = options.value_fn is None and not options.separate and is_samplewise(tape, output)
-        tape.prune(to_loss=True)
+        results = [z for z in (value, *tree_leaves(output)) if isinstance(z, Tensor) and tape.is_active(z)]
+        tape.prune([tape.meta_of(z) for z in results])
         plan = joint_plan(tape, compiled=seed is not None)
 
         # Pass 2: backward, to g.
@@ -252,7 +253,7 @@ def differentiate(
     with _SecondOrderOnly(own):
         loss = task.loss_fn(given, structure(at), task.y)
     check_loss(loss, "any scalar of the output and of g")
-    leaves = [] if loss.grad_fn is None else list(leaves_of(loss))
+    leaves = [] if loss.grad_fn is None else list(leaf_tensors_of(loss))
     if not any(leaf is z for leaf in leaves for z in own):
         raise ValueError(
             "the loss depends neither on the output nor on g: is it computed under no_grad, or from detached tensors?"
@@ -297,12 +298,7 @@ class _SecondOrderOnly(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _depends(self, z: Tensor) -> bool:
-        return any(leaf is own for leaf in (z, *leaves_of(z)) for own in self.own)
-
-
-def leaves_of(z: Tensor) -> Iterator[Tensor]:
-    """The leaf tensors that z was computed from."""
-    return (node.variable for node in nodes_of(z) if hasattr(node, "variable"))
+        return any(leaf is own for leaf in (z, *leaf_tensors_of(z)) for own in self.own)
 
 
 def _tensors(given: Any) -> list[Tensor]:

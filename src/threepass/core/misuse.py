@@ -76,8 +76,8 @@ class BackwardWatch:
 
 
 def _trained(parameters: Iterable[nn.Parameter]) -> nn.Parameter | None:
-    """The first parameter that is trained, if there is one."""
-    return next((p for p in parameters if p.requires_grad), None)
+    """The first parameter that is trained, if there is one. Inference tensors, which cannot be, have no version."""
+    return next((p for p in parameters if p.requires_grad and not p.is_inference()), None)
 
 
 def _warn_of_accumulation(calls: int, effect: str) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import FakeTensor, no_dispatch_modes
+from ..rules.generic import leaf_tensors_of
 
 NAMES = ("l2", "l1", "norm")
 Penalty = str | Callable[[Any], Tensor]
@@ -45,6 +46,7 @@ def evaluate(
             total = _by_name(penalty, leaves, samples)
         else:
             values = _values(penalty, structure(leaves), samples)
+            _check_leaves(values, leaves)
             _check_samples(penalty, values, leaves)
             total = values.sum()
         slopes = torch.autograd.grad(total, leaves, allow_unused=True)
@@ -78,6 +80,8 @@ def _values(penalty: Callable[[Any], Tensor], g: Any, samples: int) -> Tensor:
             f"penalty must return one number a sample, a tensor of shape ({samples},), got {found}: sum over all "
             "dimensions but the first, as in g.flatten(1).abs().sum(1)"
         )
+    if values.is_complex():
+        raise TypeError(f"penalty must return real numbers, got {values.dtype}: take .abs() or .real of them")
     if not values.requires_grad:
         raise ValueError(
             "penalty(g) is not differentiable in g: its result has no grad_fn. Use differentiable torch operations, "
@@ -86,23 +90,51 @@ def _values(penalty: Callable[[Any], Tensor], g: Any, samples: int) -> Tensor:
     return values
 
 
+def _check_leaves(values: Tensor, g: list[Tensor]) -> None:
+    """Refuses a penalty whose value depends on trained tensors directly: that part of its gradient is not computed."""
+    others = sum(all(leaf is not z for z in g) for leaf in leaf_tensors_of(values))
+    if others:
+        raise ValueError(
+            f"penalty(g) reads {others} other tensor(s) that require grad, and gradients are computed through g alone: "
+            "detach() them, or use threepass.gradient_step, whose loss may depend on parameters"
+        )
+
+
 def _check_samples(penalty: Callable[[Any], Tensor], values: Tensor, g: list[Tensor]) -> None:
-    """Refuses a penalty whose first number depends on another sample's gradient; looks at each callable once."""
-    if isinstance(values, FakeTensor):  # a trace with dynamic shapes computes no values
+    """Refuses a penalty whose number for a sample depends on another's gradient; looks at each callable once.
+
+    The derivative of a weighted sum of the numbers then is not that of their sum with each sample's part times its
+    weight. Weights that are powers of two bring no rounding of their own.
+    """
+    samples = len(values)
+    if isinstance(values, FakeTensor) or samples == 1:  # a trace with dynamic shapes computes no values
         return
     with contextlib.suppress(TypeError):  # takes no weak reference: it is looked at in every call
         if penalty in _checked:
             return
     with no_dispatch_modes():
-        slopes = torch.autograd.grad(values[0], g, retain_graph=True, allow_unused=True)
-        others = [t[1:] for t in slopes if t is not None]
-        if any(bool((t.isfinite() & (t != 0)).any()) for t in others):
+        weights = 2.0 ** (torch.arange(samples, device=values.device) % 7 - 3)
+        alike, weighted = (
+            torch.autograd.grad(values, g, w.to(values.dtype), retain_graph=True, allow_unused=True)
+            for w in (torch.ones_like(weights), weights)
+        )
+        if any(_differs(z, s, weights) for s, z in zip(alike, weighted, strict=True) if s is not None):
             raise ValueError(
-                "penalty mixes samples: its value for sample 0 depends on the gradients of other samples. It must be "
+                "penalty mixes samples: its value for one sample depends on the gradients of other samples. It must be "
                 "computed for each sample on its own; use threepass.gradient_step for a loss on all of g at once"
             )
     with contextlib.suppress(TypeError):
         _checked.add(penalty)
+
+
+def _differs(z: Tensor, slope: Tensor, weights: Tensor) -> bool:
+    """Whether z is not the slope with each sample's part times its weight."""
+    if slope.numel() % len(weights):  # not known which part is whose
+        return False
+    expected = slope.reshape(len(weights), -1) * weights.to(slope.dtype)[:, None]
+    difference = (z.reshape(expected.shape) - expected).abs()
+    known = difference.isfinite()
+    return bool((difference[known] > 1e-4 * expected[known].abs().max()).any()) if bool(known.any()) else False
 
 
 def check_finite(what: str, of: str, t_0: Sequence[Tensor], g: Sequence[Tensor]) -> None:

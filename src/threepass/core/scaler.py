@@ -16,7 +16,7 @@ from .._torch_compat import foreach_mul
 
 def scaled(grads: Sequence[Tensor], scaler: GradScaler | None) -> Sequence[Tensor]:
     """grads times the scale, without copying the scale to the host."""
-    if scaler is None or not scaler.is_enabled():
+    if scaler is None or not scaler.is_enabled() or not grads:
         return grads
     return times(grads, scaler.scale(torch.ones((), device=grads[0].device)))
 

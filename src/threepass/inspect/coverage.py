@@ -74,7 +74,7 @@ def coverage(model: nn.Module, x: Any, input_at: str | None = None) -> Coverage:
         except UnsupportedError:
             return Coverage(_rows(model, tape, list(tape.operations)), tuple(dict.fromkeys(tape.problems)))
         operations = list(tape.operations)
-        tape.prune(to_loss=False)
+        tape.prune()
         plan = make_plan(tape, options, samples)
         dx, errors = backward(tape, plan, loss)
         with torch.no_grad():

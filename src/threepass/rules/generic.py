@@ -172,6 +172,11 @@ def nodes_of(z: Tensor) -> Iterator[Any]:
             todo.extend(child for child, _ in node.next_functions)
 
 
+def leaf_tensors_of(z: Tensor) -> Iterator[Tensor]:
+    """The leaf tensors that z was computed from."""
+    return (node.variable for node in nodes_of(z) if hasattr(node, "variable"))
+
+
 def _refuse_hidden_weights(op, d: Signal, without: list[int]) -> None:
     """Raises if J_aᵀ d changes with a weight that it does not depend on by double backward."""
     before = _errors(op, d, op.values)

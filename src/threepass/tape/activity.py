@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import Place
-from ..rules.generic import nodes_of
+from ..rules.generic import leaf_tensors_of
 from ..rules.table import name_of, rule_for
 from .intercept import FunctionInterceptor
 from .operation import Operation
@@ -120,7 +120,7 @@ class ActivityTracker(FunctionInterceptor):
 
 
 def _is_computed_from_parameters(z: Tensor) -> bool:
-    leaves = [node.variable for node in nodes_of(z) if hasattr(node, "variable")]
+    leaves = [*leaf_tensors_of(z)]
     return bool(leaves) and all(isinstance(leaf, nn.Parameter) for leaf in leaves)
 
 

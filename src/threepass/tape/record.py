@@ -101,19 +101,20 @@ class Record(ActivityTracker):
     def signals(self) -> "Signals":
         return Signals(self._aliased)
 
-    def prune(self, to_loss: bool, outputs: Sequence[ActivationMeta] = ()) -> None:
+    def prune(self, outputs: Sequence[ActivationMeta] = ()) -> None:
         """Drops the operations that pass 3 does not need, and sets for the others what is needed of them downstream.
 
-        to_loss: pass 3 goes on to the loss; else to the last operation that has weights, and to the outputs.
+        Pass 3 goes on to the outputs (in exact mode, the loss), and to the last operation that has weights. What
+        neither depends on, such as distances of which the model takes the argmin alone, needs no derivatives.
         """
-        self._settle_blocks(chained=not to_loss)
+        self._settle_blocks(chained=not outputs)
         read_downstream: set[Any] = set(map(self._signal_key, outputs))
         operations = []
         for op in reversed(self.operations):
             storage = op.outputs[0].storage
             if storage in self._aliased and not op.written and any(z.storage == storage for _, z in op.active):
                 continue  # a view, whose signal aliases that of its base
-            op.pushes = to_loss or any(self._signal_key(u) in read_downstream for u in op.outputs)
+            op.pushes = any(self._signal_key(u) in read_downstream for u in op.outputs)
             if op.pushes or op.weights:
                 reads = {id(z): z for _, z in op.active}.values()
                 op.last_reads = [

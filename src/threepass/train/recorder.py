@@ -79,6 +79,7 @@ class Recorder:
         self.programs.signature.settle(captured.program.state)
 
         def step() -> Any:
+            captured.check_indices(counter)
             return then(captured.ungraphed(counter))
 
         if self.device.type != "cuda":
