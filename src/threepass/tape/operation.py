@@ -31,8 +31,8 @@ class Operation:
     rng: list[Tensor] | None
     rule: Rule | None
     written: Sequence[int] = ()
-    output_indices: Sequence[int] = ()  # which of the call's results are the outputs u
-    outputs: Sequence[ActivationMeta] = ()
+    output_indices: list[int] = field(default_factory=list)  # which of the call's results are the outputs u
+    outputs: list[ActivationMeta] = field(default_factory=list)
     output: Tensor | None = None  # u, for a fast rule; a meta tensor if the rule does not read its contents
     error_edges: Sequence[GradientEdge] = ()  # of the outputs, or of a: pass 2's errors d
     leaves: Sequence[tuple[Tensor | None, Tensor]] = ()  # of a tap: weights and their leaves
