@@ -242,13 +242,17 @@ def _native_layer_norm(
         mask = [True, False, False]
         return _aten.native_layer_norm_backward.default(z, a, normalized, mean, rstd, w, bias, mask)[0]
 
+    def over_positions(z: Tensor) -> Tensor:
+        return z.sum(axes.summed) if axes.summed else z
+
     return Linearization(
         signal=x_hat,
         tangent=jacobian,
         push=lambda s: s if weight is None else s * weight,
         pull=lambda r: jacobian(r, weight),
         curve=lambda d, t: norm.curved(d, t, weight, x_hat, rstd, axes.dims, True),
-        **affine_gradients(weight, bias, axes.summed),
+        grad={} if weight is None else {weight: lambda d, s: over_positions(d * s)},
+        add={} if bias is None else {bias: over_positions},
     )
 
 

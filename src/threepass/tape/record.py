@@ -102,20 +102,18 @@ class Record(ActivityTracker):
         to_loss: pass 3 goes on to the loss; else to the last operation that has weights, and to the outputs.
         """
         self._settle_blocks(chained=not to_loss)
-        read_downstream: set[Any] = set(map(self._signal_key, outputs))
+        read_downstream: set[Any] = set(self._signal_keys(outputs))
         operations = []
         for op in reversed(self.operations):
-            storage = op.outputs[0].storage
-            if storage in self._aliased and not op.written and any(z.storage == storage for _, z in op.active):
+            if self._aliased and self._is_alias(op):
                 continue  # a view, whose signal aliases that of its base
-            op.pushes = to_loss or any(self._signal_key(u) in read_downstream for u in op.outputs)
+            op.pushes = to_loss or not read_downstream.isdisjoint(self._signal_keys(op.outputs))
             if op.pushes or op.weights:
-                reads = {id(z): z for _, z in op.active}.values()
-                op.last_reads = [
-                    z for z in reads if self._signal_key(z) not in read_downstream and z.storage not in self._aliased
-                ]
+                reads = list(dict.fromkeys([z for _, z in op.active]))
+                keys = self._signal_keys(reads)
+                op.last_reads = [z for z, key in zip(reads, keys, strict=True) if key is z and z not in read_downstream]
                 operations.append(op)
-                read_downstream.update(map(self._signal_key, reads))
+                read_downstream.update(keys)
         self.operations = deque(reversed(operations))
         self._storages.clear_operations()  # from here on, the tape has the only reference to an operation
 
@@ -156,8 +154,14 @@ class Record(ActivityTracker):
             z is not given.meta or given.source.requires_grad for given in self.inputs
         )
 
-    def _signal_key(self, z: ActivationMeta) -> Any:
-        return z.storage if z.storage in self._aliased else z
+    def _signal_keys(self, metas: Sequence[ActivationMeta]) -> Sequence[Any]:
+        """What the signals of activations are stored under: those of aliases under their storage."""
+        return [z.storage if z.storage in self._aliased else z for z in metas] if self._aliased else metas
+
+    def _is_alias(self, op: Operation) -> bool:
+        """Whether its signal aliases that of its argument, as a view's does."""
+        storage = op.outputs[0].storage
+        return storage in self._aliased and not op.written and any(z.storage == storage for _, z in op.active)
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
