@@ -70,7 +70,8 @@ class Propagation:
             return [self.linearization.mix(self.t[0], plan.back)]
         if self.s is not None:
             return [self.linearization.push(self.s)]
-        return [self.linearization.push(*(self.t if self.op.arity == 1 else self._by_position()))]
+        out = self.linearization.push(*(self.t if self.op.arity == 1 else self._by_position()))
+        return [out] if isinstance(out, Tensor) else list(out)
 
     def add_gradients(self, gradients: Gradients) -> None:
         """Adds the gradients of p that passes 2 and 3 give."""

@@ -33,9 +33,10 @@ class Operation:
     written: Sequence[int] = ()
     output_indices: list[int] = field(default_factory=list)  # which of the call's results are the outputs u
     outputs: list[ActivationMeta] = field(default_factory=list)
-    output: Tensor | None = None  # u, for a fast rule; a meta tensor if the rule does not read its contents
+    output: Any = None  # u, for a fast rule, or a list of several; on "meta" if the rule does not read its contents
     error_edges: Sequence[GradientEdge] = ()  # of the outputs, or of a: pass 2's errors d
     leaves: Sequence[tuple[Tensor | None, Tensor]] = ()  # of a tap: weights and their leaves
+    saved: Sequence[Tensor] = ()  # of a tap: what its rule may need
     hooked_errors: dict[int, Tensor] = field(default_factory=dict)  # errors as changed by the user's tensor hooks
     base: ActivationMeta | None = None  # the base of the output, where it is a view whose error is that of its base
     pushes: bool = True  # whether a weight downstream, or in exact mode the loss, needs the tangents of the outputs
@@ -108,6 +109,8 @@ class Operation:
         args, kwargs = unflatten(values, self.spec)
         if self.rule.takes_active:
             kwargs["active"] = [i for i, _ in self.active]
+        if self.rule.takes_saved:
+            kwargs["saved"] = self.saved
         lin = self.rule.make(self.output, *args, **kwargs)
         if lin is None or any(values[i] not in lin.grad and values[i] not in lin.add for i, _ in self.weights):
             return None

@@ -309,6 +309,8 @@ class Record(ActivityTracker):
         if written and not writes and any(i in written for i, _ in (*active, *weights)):
             reason = "writes to its arguments in place, which its name does not say"
             self.problem(op.name, reason, f"rename it to {op.name}_, or let it return a new tensor instead")
+        if known:
+            self._storages.add_operation(op, has_constants=len(tensors) > len(active) + len(weights))
         self._append(op, outputs, tap)
         return out
 
@@ -332,12 +334,11 @@ class Record(ActivityTracker):
                 self._register(u)
             return
         self.operations.append(op)
-        self._storages.add_operation(op)
         self.checkpointed = self.checkpointed or has_saved_tensor_hooks()
         first = outputs[0][1]
         base = first._base if len(outputs) == 1 else None
         if tap is not None:
-            op.error_edges, op.leaves = [gradient_edge(tap.input)], tap.leaves
+            op.error_edges, op.leaves, op.saved = [gradient_edge(tap.input)], tap.leaves, tap.saved
         elif base is not None and (op.written or self._lookup(base) is None):
             # A write through a view, now or later, replaces the view's node in the autograd graph: use its base's.
             op.base, op.error_edges = self._register(base), [gradient_edge(base)]
@@ -350,7 +351,9 @@ class Record(ActivityTracker):
                 self.half.add(u.dtype)
         if self._block is not None:
             self._block |= zip(op.outputs, op.error_edges, strict=True)
-        if op.rule is not None and len(outputs) == 1:
+        if op.rule is not None and op.rule.several:
+            op.output = [without_contents(u) for _, u in outputs]
+        elif op.rule is not None and len(outputs) == 1:
             if op.rule.reads == "u":
                 op.output, op.values[0] = first.detach(), without_contents(op.values[0])
             else:
