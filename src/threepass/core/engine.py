@@ -184,7 +184,8 @@ def _three_passes(step: _Step, module_paths: bool, blocks: bool) -> Result:
         tape = Record(next(iter(parameters.values())).device.type, module_paths, blocks)
         output, loss = forward(step.task, tape, options)
         tape.prune(to_loss=options.exact and step.third)
-        plan = make_plan(tape, options, samples, step.third, step.weights)
+        with torch.no_grad():
+            plan = make_plan(tape, options, samples, step.third, step.weights)
 
         # Pass 2: backward, to dl/dx and to the error d of every operation with weights; l_x is a function of dl/dx.
         # The gradient of l by a weight, d (x) a, is not taken yet.

@@ -58,17 +58,19 @@ class _BatchNorm(torch.autograd.Function):
         u, mean, rstd, reserve, kind = batch_norm_forward(
             a, weight, bias, running_mean, running_var, True, momentum, eps, cudnn_enabled
         )
-        ctx.save_for_backward(a, weight, mean, rstd, reserve)
-        ctx.how = kind, eps
-        saved += mean, rstd
+        is_native = _is_native(a, weight)
+        w = _nudged(weight) if is_native else weight
+        ctx.save_for_backward(a, w, mean, rstd, reserve)
+        ctx.how = kind, eps, is_native
+        saved += mean, rstd, w
         return u
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d):
-        a, weight, mean, rstd, reserve = ctx.saved_tensors
-        (kind, eps), mask = ctx.how, list(ctx.needs_input_grad[:3])
-        w = _nudged(weight) if _is_native(a, weight) else norm.not_zero(weight)
+        a, w, mean, rstd, reserve = ctx.saved_tensors
+        (kind, eps, is_native), mask = ctx.how, list(ctx.needs_input_grad[:3])
+        w = w if is_native else norm.not_zero(w)
         if kind == _NATIVE or has_symbolic_shape(a):
             errors = _aten.native_batch_norm_backward.default(d, a, w, None, None, mean, rstd, True, eps, mask)
         else:
@@ -80,7 +82,10 @@ class _BatchNorm(torch.autograd.Function):
 def batch_norm(
     u, a, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled, *, saved=()
 ) -> Linearization:
-    """Over the batch and positions of each channel; in eval mode a fixed affine map. saved: mean and 1 / std"""
+    """Over the batch and positions of each channel; in eval mode a fixed affine map.
+
+    saved: mean and 1 / std, and w without zeros
+    """
     dims, shape = channels(a)
     if _at_input(a, weight, training):
         return _norm_at_input(u, a, weight, bias, eps, saved)
@@ -217,7 +222,7 @@ def _native_norm_at_input(
     """`_norm_at_input` by PyTorch's kernels, with the statistics of pass 1 where they were saved."""
     dims, shape = channels(a)
     count = a.numel() // a.shape[1]
-    mean, rstd = saved or torch.native_batch_norm(a, None, None, None, None, True, 0.0, eps)[1:]
+    mean, rstd = saved[:2] or torch.native_batch_norm(a, None, None, None, None, True, 0.0, eps)[1:]
 
     def backward(z: Tensor, w: Tensor | None, *mask: bool) -> tuple[Tensor, ...]:
         """J (w z) and sum x̂ z, where the mask has a True for them."""
@@ -241,7 +246,9 @@ def _native_norm_at_input(
         curve=curve,
         grad={} if weight is None else {weight: lambda d, _: backward(d, None, False, True, False)[1]},
         add={} if bias is None else {bias: lambda d: d.sum(dims)},
-        third={} if weight is None else {weight: lambda d, t: (d * t).sum(dims) / _nudged(weight)},
+        third={}
+        if weight is None
+        else {weight: lambda d, t: (d * t).sum(dims) / (saved[2] if saved else _nudged(weight))},
     )
 
 

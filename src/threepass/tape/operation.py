@@ -102,18 +102,20 @@ class Operation:
         """The call linearized by its fast rule; None where the generic rule is used."""
         if self.rule is None or self.output is None:
             return None
-        values = list(self.values)
-        for i, _ in self.active:
-            if values[i].requires_grad:
-                values[i] = values[i].detach()
+        values = self.values
+        if torch.is_grad_enabled():  # the passes themselves run without
+            values = [v.detach() if isinstance(v, Tensor) and v.requires_grad else v for v in values]
         args, kwargs = unflatten(values, self.spec)
         if self.rule.takes_active:
             kwargs["active"] = [i for i, _ in self.active]
         if self.rule.takes_saved:
             kwargs["saved"] = self.saved
         lin = self.rule.make(self.output, *args, **kwargs)
-        if lin is None or any(values[i] not in lin.grad and values[i] not in lin.add for i, _ in self.weights):
+        if lin is None:
             return None
+        for i, _ in self.weights:
+            if values[i] not in lin.grad and values[i] not in lin.add:
+                return None
         return lin
 
     def error_at_output(self, d: Tensor | None) -> Tensor | None:
