@@ -316,7 +316,8 @@ def _propagate(
             tape.note(op, error)
         for z in op.last_reads:
             signals.put(z, None)
-            recomputed.pop(z, None)
+            if recomputed:
+                recomputed.pop(z, None)
         if op.pushes and plan.case.carried is not None:
             for u, s in zip(op.outputs, out or [u.zeros() for u in op.outputs], strict=True):
                 signals.put(u, s)
