@@ -71,6 +71,7 @@ __all__ = [
     "compile_by_inductor",
     "cpu_attention",
     "cpu_attention_backward",
+    "cross_entropy_loss",
     "dict_version",
     "fake_mode_with_symbols",
     "foreach_add",
@@ -112,6 +113,7 @@ __all__ = [
     "set_trace_switches",
     "silu",
     "softmax_backward",
+    "split",
     "to_copy",
     "trace_switches",
     "tree_flatten",
@@ -150,6 +152,12 @@ silu = torch._C._nn.silu
 
 # seen in 2.10 to 2.13: what F.leaky_relu calls
 leaky_relu, leaky_relu_ = torch._C._nn.leaky_relu, torch._C._nn.leaky_relu_
+
+# seen in 2.10 to 2.13: what Tensor.split calls for parts of one size
+split: Any = getattr(torch._VF, "split")  # noqa: B009
+
+# seen in 2.10 to 2.13: what F.cross_entropy calls
+cross_entropy_loss = torch._C._nn.cross_entropy_loss
 
 # seen in 2.10 to 2.13: one operation on each of many tensors, in one launch
 foreach_add = torch._foreach_add

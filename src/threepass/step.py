@@ -32,6 +32,7 @@ from .core.scaler import scaled, times
 from .core.wrt import Wrt
 from .errors import UncompiledWarning, warn_caller
 from .numerics.precision import accumulate_dtype
+from .tape.state import named_parameters
 
 Run = Callable[[nn.Module, Any], AnyResult]  # the passes of a model on x
 Capture = Callable[[nn.Module], Call]  # what is captured in their place
@@ -369,7 +370,7 @@ def _inside(outer: nn.Module, model: nn.Module, options: Any) -> Any:
 
 def add_to_grad(model: nn.Module, r: AnyResult, scaler: GradScaler | None = None, calls: int = 0) -> None:
     """Adds r.grads to `p.grad` by autograd's own accumulation; rounding differs from call to call."""
-    named = dict(model.named_parameters())
+    named = named_parameters(model)
     parameters = [named[name] for name in r.grads]
     grads = rounded(scaled(list(r.grads.values()), scaler), [p.dtype for p in parameters], calls)
     with torch.inference_mode(False), torch.enable_grad():

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import threepass
+from threepass.tape.storages import StorageIndex
 
 aten = torch.ops.aten
 
@@ -120,3 +121,50 @@ def test_a_piecewise_linear_discriminator_is_four_units_a_layer():
         (output.mean() + g.square().sum()).backward()
 
     assert sum(n for name, n in count(double_backward).items() if name.startswith("conv")) >= 2 * 6 - 1
+
+
+class Names(TorchDispatchMode):
+    """Counts ATen calls by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+@pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
+def test_batch_norm_is_computed_again_in_exact_mode_alone(mode):
+    """Pass 3 has its statistics from pass 1, and only the curvature needs the normalised input."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(3600, 2))
+    with Names() as names:
+        threepass.three_pass(model, F.cross_entropy, X, Y, mode=mode)
+    assert names.seen["native_batch_norm"] == (1 if mode == "paper" else 2)
+
+
+def test_views_are_moved_as_they_are():
+    """The parts of q, k and v: one unbind in pass 1 and one in pass 3, and a stack in each backward pass."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (3, 2)), Gated(), nn.Linear(2, 2))
+    with Names() as names:
+        threepass.three_pass(model, F.cross_entropy, torch.randn(5, 4), torch.arange(5) % 2, mode="exact")
+    assert names.seen["unbind"] == names.seen["stack"] == 2
+
+
+class Gated(nn.Module):
+    def forward(self, x):
+        a, b, c = x.unbind(1)
+        return a * b + c
+
+
+def test_a_model_without_writes_does_not_have_the_tape_look_for_readers(monkeypatch):
+    looked = []
+    monkeypatch.setattr(StorageIndex, "_add_readers", lambda self, op, positions: looked.append(op.name))
+    norm = nn.BatchNorm1d(4)  # counts its batches in place
+    three = nn.Sequential(nn.Linear(4, 4), norm, nn.ReLU(), nn.Linear(4, 2))
+    with pytest.warns(threepass.NormalizationWarning):
+        threepass.three_pass(three, F.cross_entropy, torch.randn(5, 4), torch.arange(5) % 2)
+    assert norm.num_batches_tracked == 1
+    assert looked == []

@@ -22,7 +22,7 @@ import threepass
 from threepass.compile.rewrite.fuse_attention import pack_errors
 from threepass.kernels.attention import attention_bend, attention_bend_packed, attention_tangent
 from threepass.rules import attention, generic
-from threepass.rules.attention import Heads, Scores, _batched_tangent, curved, tangent
+from threepass.rules.attention import Heads, Scores, _batched_bend, _batched_tangent, curved, tangent
 from threepass.rules.table import rule_for
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -341,9 +341,12 @@ def test_on_a_gpu_the_kernels_are_in_the_graph(monkeypatch, shape):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [(), (2, 3)])
-def test_the_tangent_in_few_launches_is_the_tangent(causal, heads):
+def test_tangent_and_bend_in_few_launches_are_those_of_the_formulas(causal, heads):
     torch.manual_seed(0)
-    q, k, v, t_q, t_k, t_v = (torch.randn(*heads, 4, n, dtype=torch.float64) for n in (5, 5, 6, 5, 5, 6))
+    widths = (5, 5, 6, 5, 5, 6, 6, 6)
+    q, k, v, t_q, t_k, t_v, d, r = (torch.randn(*heads, 4, n, dtype=torch.float64) for n in widths)
     scores = Scores(0.3, causal)
     at, t = Heads(q, k, v), Heads(t_q, t_k, t_v)
     torch.testing.assert_close(_batched_tangent(at, t, scores).view(*heads, 4, 6), tangent(at, t, scores))
+    bent = [s.view(z.shape) for s, z in zip(_batched_bend(at, t, d, r, scores), at, strict=True)]
+    torch.testing.assert_close(bent, curved(at, t, d, r, scores))

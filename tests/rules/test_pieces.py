@@ -99,6 +99,10 @@ FUNCTIONS = {
     "progressive stddev": _progressive_std,
     "fourier": _fourier,
     "random features": _random_features,
+    "unbind": lambda x: torch.stack([a * b for a, b, _ in [x.unbind(1)]]),
+    "chunk": lambda x: torch.cat([x.chunk(3)[0], x.chunk(2, 1)[1][:2]], 1),
+    "split": lambda x: x.split(3)[1] * x.split(1)[2],
+    "split by sizes": lambda x: x.split([1, 2], 1)[1] * x.split([1, 2], 1)[0],
 }
 MODULES = {
     "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(3, 2)),

@@ -98,6 +98,14 @@ GRID = [
     ("index-select", torch.index_select, (r(4, 5), 1, torch.tensor([0, 3, 4, 0])), [], []),
     ("gather", torch.gather, (r(4, 5), 1, torch.tensor([[0, 3], [4, 0], [1, 1], [2, 2]])), [], []),
     ("gelu-tanh", functools.partial(F.gelu, approximate="tanh"), (3 * r(4, 5),), [], []),
+    ("cross-entropy", torch._C._nn.cross_entropy_loss, (3 * r(4, 5), torch.tensor([0, 3, 4, 0]), None, 1), [], []),
+    (
+        "cross-entropy-ignored",
+        torch._C._nn.cross_entropy_loss,
+        (r(4, 5), torch.tensor([0, -100, 4, 0]), None, 1),
+        [],
+        [],
+    ),
 ]
 EACH = pytest.mark.parametrize(("func", "args", "weights", "added"), [g[1:] for g in GRID], ids=[g[0] for g in GRID])
 

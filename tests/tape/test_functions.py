@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 import threepass
 from threepass.rules import affine, table
+from threepass.tape import state
 from threepass.tape.functions import _known, traits_of
 from threepass.tape.operation import without_contents
 
@@ -123,6 +124,19 @@ def test_the_garbage_collector_is_left_as_it_was(enabled):
     finally:
         (gc.enable if before else gc.disable)()
     assert during == [False]
+
+
+def test_names_of_parameters_are_those_of_torch():
+    """Tied weights and modules have the first of their names, None has none."""
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2)))
+    model = nn.Sequential(inner, nn.ModuleDict({"again": inner, "tied": nn.Linear(2, 2)}), nn.PReLU())
+    model[1]["tied"].weight = inner[0].weight
+    model[0].register_module("none", None)
+    model[0].register_parameter("scale", nn.Parameter(torch.ones(1)))
+    found, expected = state.named_parameters(model), dict(model.named_parameters())
+    assert list(found) == list(expected)
+    assert all(found[name] is p for name, p in expected.items())
+    assert [(f"{name}.".lstrip("."), m) for name, m in model.named_modules()] == state.named_modules(model)
 
 
 def test_buffers_of_all_formats_are_restored():

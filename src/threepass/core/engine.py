@@ -185,7 +185,8 @@ def _three_passes(step: _Step, module_paths: bool, blocks: bool) -> Result:
         tape = Record(next(iter(parameters.values())).device.type, module_paths, blocks)
         output, loss = forward(step.task, tape, options)
         tape.prune([tape.meta_of(loss)] if options.exact and step.third else [])
-        plan = make_plan(tape, options, samples, step.third, step.weights)
+        with torch.no_grad():
+            plan = make_plan(tape, options, samples, step.third, step.weights)
 
         # Pass 2: backward, to dl/dx and to the error d of every operation with weights; l_x is a function of dl/dx.
         # The gradient of l by a weight, d (x) a, is not taken yet.
@@ -316,7 +317,8 @@ def _propagate(
             tape.note(op, error)
         for z in op.last_reads:
             signals.put(z, None)
-            recomputed.pop(z, None)
+            if recomputed:
+                recomputed.pop(z, None)
         if op.pushes and plan.case.carried is not None:
             for u, s in zip(op.outputs, out or [u.zeros() for u in op.outputs], strict=True):
                 signals.put(u, s)

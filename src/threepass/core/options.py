@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..tape.state import named_parameters
 from .penalty import Penalty, check_penalty
 from .ranks import check_parallel
 from .wrt import Wrt, as_wrt, check_wrt, inputs_of, leaves_of
@@ -115,7 +116,7 @@ def check_model(model: Any) -> dict[str, nn.Parameter]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     check_parallel(model)
-    named = dict(model.named_parameters())
+    named = named_parameters(model)
     parameters = named.values()
     if any(map(is_lazy, parameters)):
         raise ValueError("the model has uninitialized lazy parameters: run model(x) once before")

@@ -27,6 +27,8 @@ class Operand(Enum):
     T = "t, its tangent: the gradient of the third pass"
     MIX = "back * a + third * t: both"
 
+    __hash__ = object.__hash__  # that of Enum is written in Python, and operands are keys at every weight
+
 
 class Case(NamedTuple):
     """A row of the table in `Terms`.

@@ -70,17 +70,18 @@ class Propagation:
             return [self.linearization.mix(self.t[0], plan.back)]
         if self.s is not None:
             return [self.linearization.push(self.s)]
-        return [self.linearization.push(*self._by_position())]
+        out = self.linearization.push(*(self.t if self.op.arity == 1 else self._by_position()))
+        return [out] if isinstance(out, Tensor) else list(out)
 
     def add_gradients(self, gradients: Gradients) -> None:
         """Adds the gradients of p that passes 2 and 3 give."""
-        if not self.op.weights or all(e is None for e in self.d):
-            return
         if self.linearization is not None and self.d[0] is not None:
             if self.op.leaves:
                 gradients.add_tapped(self.op, self.linearization, self.d[0], self.s, self.weight_grads)
             else:
                 gradients.add_products(self.op, self.linearization, self.d[0], self.s)
+            return
+        if not self.op.weights or all(e is None for e in self.d):
             return
         t = self.t if any(s is not None for s in self.t) else None
         self._add_generic(gradients, *generic.derive(self.op, self.d, t, back=not gradients.plan.is_joint)[:2])

@@ -16,7 +16,7 @@ _warned: "weakref.WeakKeyDictionary[nn.Module, set[type[Warning]]]" = weakref.We
 
 
 def warn_of_norms(model: nn.Module, operations: Iterable[Operation]) -> None:
-    if norms := curved_norms(operations):
+    if not _has_warned(model, NormalizationWarning) and (norms := curved_norms(operations)):
         warn_once(
             model,
             f'mode="paper" leaves out the curvature of {", ".join(norms)} and of the loss, so on this model the third '
@@ -44,10 +44,13 @@ def curved_norms(operations: Iterable[Operation]) -> list[str]:
 
 def warn_once(model: nn.Module, text: str, category: type[Warning]) -> None:
     """Warns the first time that a model gets this category of warning, at the user's line."""
-    seen = _warned.setdefault(model, set())
-    if category not in seen:
-        seen.add(category)
+    if not _has_warned(model, category):
+        _warned.setdefault(model, set()).add(category)
         warn_caller(text, category)
+
+
+def _has_warned(model: nn.Module, category: type[Warning]) -> bool:
+    return category in _warned.get(model, ())
 
 
 def _is_curved_norm(op: Operation) -> bool:

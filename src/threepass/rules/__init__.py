@@ -1,6 +1,6 @@
 """How signals are propagated through an operation: fast rules by family, and the generic rule for everything else."""
 
-from . import activation, affine, attention, indexing, norm, pointwise, product, sync_batch_norm, views
+from . import activation, affine, attention, indexing, loss, norm, pointwise, product, sync_batch_norm, views
 from .table import Linearization, rule
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "affine",
     "attention",
     "indexing",
+    "loss",
     "norm",
     "pointwise",
     "product",

@@ -5,7 +5,6 @@ Rectifiers are linear wherever they have a derivative. The others are computed i
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch.nn import functional as F
 
 from .. import _torch_compat
 from ..kernels.activation import KINDS, curve
-from ..numerics.precision import accumulate_dtype
+from ..numerics.precision import accumulate_dtype, as_dtype
 from .table import Linearization, rule
 
 _aten = torch.ops.aten
@@ -80,15 +79,26 @@ def softplus(u: Tensor, a: Tensor, beta: float = 1, threshold: float = 20) -> Li
 def _of_kind(kind: str, a: Tensor) -> Linearization:
     """An activation that has a kernel: with the term of f'' as one operation, which a captured step finds."""
     f = KINDS[kind]
-    linearization = smooth(lambda s: f.backward(s, a, **f.options), a, f.second)
-    return replace(linearization, curve=lambda d, t: curve(d, t, a, kind))
+    return curving(lambda s: f.backward(s, a, **f.options), a, lambda d, t: curve(d, t, a, kind))
 
 
 def smooth(first: Callable[[Tensor], Tensor], z: Tensor, second: Callable[[Tensor], Tensor]) -> Linearization:
-    """first: r -> conj(f') r, as in pass 2; second: z -> f'', of a or of u. A real tensor is its own conjugate."""
-    dtype = accumulate_dtype(z.dtype)
-    return Linearization(
-        push=lambda t: first(t.to(z.dtype).conj()).conj(),
-        pull=lambda r: first(r.to(z.dtype)),
-        curve=lambda d, t: (second(z.to(dtype)) * t.to(dtype)).conj() * d.to(dtype),
-    )
+    """first: r -> conj(f') r, as in pass 2; second: z -> f'', of a or of u."""
+
+    def curve(d: Tensor, t: Tensor) -> Tensor:
+        dtype = accumulate_dtype(z.dtype)
+        return (second(z.to(dtype)) * t.to(dtype)).conj() * d.to(dtype)
+
+    return curving(first, z, curve)
+
+
+def curving(first: Callable[[Tensor], Tensor], z: Tensor, curve: Callable[[Tensor, Tensor], Tensor]) -> Linearization:
+    """As `smooth`, with the whole term of f'': (d, t) -> f'' d t."""
+
+    def pull(r: Tensor) -> Tensor:
+        return first(as_dtype(r, z.dtype))
+
+    def push(t: Tensor) -> Tensor:
+        return pull(t.conj()).conj() if z.is_complex() else pull(t)  # a real tensor is its own conjugate
+
+    return Linearization(push=push, pull=pull, curve=curve)

@@ -47,18 +47,19 @@ def linear(u: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     dtype = u.dtype
     w = as_dtype(weight, dtype)
 
-    def rows(z: Tensor) -> Tensor:
-        return z if z.dim() == 2 else z.reshape(-1, z.shape[-1])
-
     return Linearization(
         signal=as_dtype(a, dtype),
         tangent=lambda t: as_dtype(t, dtype),
         push=lambda s: _linear(s, w),
         mix=lambda m, back: _linear(as_dtype(m, dtype), w, _times(back, bias, dtype)),
         pull=lambda d: as_dtype(_linear(d, w.mT), a.dtype),
-        grad={weight: lambda d, s: rows(d).mT @ rows(s)},
-        add={} if bias is None else {bias: lambda d: rows(d).sum(0)},
+        grad={weight: lambda d, s: torch.mm(_rows(d).mT, _rows(s))},
+        add={} if bias is None else {bias: lambda d: _rows(d).sum(0)},
     )
+
+
+def _rows(z: Tensor) -> Tensor:
+    return z if z.dim() == 2 else z.reshape(-1, z.shape[-1])
 
 
 @rule(torch.addmm, Tensor.addmm, arity=2)
@@ -116,23 +117,23 @@ def _convolution(u, a, weight, bias, how: Geometry) -> Linearization | None:
     w = as_dtype(weight, dtype)
     signal = as_dtype(a, dtype)
 
-    def backward(d: Tensor, s: Tensor, *mask: bool) -> tuple[Tensor, ...]:
-        return _aten.convolution_backward.default(d, s, w, None, *how, mask)
-
     def weight_gradient(d: Tensor, s: Tensor) -> Tensor:
-        mask = (False, True, False)
-        if not _overruns_memory(w, how):
-            return backward(d, s, *mask)[1]
-        s = s[(slice(None), slice(None), *(slice(None, None, step) for step in how.stride))]
-        unit = how._replace(stride=[1] * len(how.stride))
-        return _aten.convolution_backward.default(d, s, w, None, *unit, mask)[1]
+        geometry = how
+        if _overruns_memory(w, how):
+            s = s[(slice(None), slice(None), *(slice(None, None, step) for step in how.stride))]
+            geometry = how._replace(stride=[1] * len(how.stride))
+        return _aten.convolution_backward.default(d, s, w, None, *geometry, (False, True, False))[1]
+
+    def error(d: Tensor) -> Tensor:
+        e = _aten.convolution_backward.default(d, signal, w, None, *how, (True, False, False))[0]
+        return as_dtype(e, a.dtype)
 
     return Linearization(
         signal=signal,
         tangent=lambda t: as_dtype(t, dtype),
         push=lambda s: torch.convolution(s, w, None, *how),
         mix=lambda m, back: torch.convolution(as_dtype(m, dtype), w, _times(back, bias, dtype), *how),
-        pull=lambda d: as_dtype(backward(d, signal, True, False, False)[0], a.dtype),
+        pull=error,
         grad={weight: weight_gradient},
         add={} if bias is None else {bias: lambda d: d.sum([0, *range(2, d.dim())])},
         cheap=lambda: conv_kernels.pays(signal, w, u, how),
@@ -145,9 +146,10 @@ def _overruns_memory(w: Tensor, how: Geometry) -> bool:
     It is that of a 1 x 1 convolution with stride and few input channels, in float32 (oneDNN issue 6035, seen in torch
     2.13 and 2.14). Only the pixels that the stride meets count there, so it is taken of those, without a stride.
     """
+    if max(how.stride) == 1 or how.transposed or any(how.padding):
+        return False
     few = w.device.type == "cpu" and w.dtype == torch.float32 and w.shape[1] < 16
-    pointwise = all(size == 1 for size in w.shape[2:]) and not any(how.padding) and not how.transposed
-    return few and pointwise and any(step > 1 for step in how.stride)
+    return few and all(size == 1 for size in w.shape[2:])
 
 
 def _times(back, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:

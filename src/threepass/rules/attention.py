@@ -53,7 +53,10 @@ def attention(
 
     def bend(r: Signal, d: Signal, t: Signal) -> Signal:
         d_u, r_u = _to(u.dtype, (*d, *r))
-        bent = (_fused_bend if fused else curved)(at, Heads(*_to(u.dtype, t)), d_u, r_u, scores)
+        along = Heads(*_to(u.dtype, t))
+        if not fused and _is_plain((*at, *along, d_u, r_u), scores):
+            return [s.view(z.shape) for s, z in zip(_batched_bend(at, along, d_u, r_u, scores), at, strict=True)]
+        bent = (_fused_bend if fused else curved)(at, along, d_u, r_u, scores)
         return [None if s is None else s.sum_to_size(z.shape).to(z.dtype) for s, z in zip(bent, (q, k, v), strict=True)]
 
     return Linearization(push=push, bend=bend)
@@ -100,15 +103,41 @@ def _is_plain(operands: Sequence[Tensor | None], scores: Scores) -> bool:
 
 
 def _batched_tangent(at: Heads, t: Heads, scores: Scores) -> Tensor:
-    """`tangent` in fewer launches, with batch and heads as one dimension: softmax's own backward is its tangent too."""
-    q, k, v, t_q, t_k, t_v = (z.reshape(-1, *z.shape[-2:]) for z in (*at, *t))
+    """`tangent` in fewer launches, with batch and heads as one dimension."""
+    q, k, v, t_q, t_k, t_v = map(_one_batch, (*at, *t))
+    p, t_p = _batched_softmax(Heads(q, k, v), Heads(t_q, t_k, t_v), scores)
+    return torch.baddbmm(torch.bmm(p, t_v), t_p, v)
+
+
+def _batched_bend(at: Heads, t: Heads, d: Tensor | None, r: Tensor | None, scores: Scores) -> list[Tensor]:
+    """`curved` likewise."""
+    q, k, v, t_q, t_k, t_v, d, r = map(_one_batch, (*at, *t, d, r))
+    p, t_p = _batched_softmax(Heads(q, k, v), Heads(t_q, t_k, t_v), scores)
+    d_p = torch.bmm(d, v.mT)
+    d_p -= (p * d_p).sum(-1, keepdim=True)
+    bent = t_p * d_p
+    r_s = softmax_backward(torch.baddbmm(torch.bmm(r, v.mT), d, t_v.mT), p, -1, p.dtype)
+    r_s = r_s.add_(bent).addcmul_(p, bent.sum(-1, keepdim=True), value=-1)
+    d_s = d_p.mul_(p)
     scale = scores.scale
-    s = torch.baddbmm(q.new_empty(1, 1, 1), q, k.mT, beta=0, alpha=scale)
+    r_q = torch.baddbmm(torch.bmm(r_s, k), d_s, t_k, beta=scale, alpha=scale)
+    r_k = torch.baddbmm(torch.bmm(r_s.mT, q), d_s.mT, t_q, beta=scale, alpha=scale)
+    return [r_q, r_k, torch.baddbmm(torch.bmm(t_p.mT, d), p.mT, r)]
+
+
+def _batched_softmax(at: Heads, t: Heads, scores: Scores) -> tuple[Tensor, Tensor]:
+    """P and t_P: softmax's own backward is its tangent too."""
+    scale = scores.scale
+    s = torch.baddbmm(at.q.new_empty(1, 1, 1), at.q, at.k.mT, beta=0, alpha=scale)
     if scores.causal:
         s = s.masked_fill_(torch.ones(s.shape[1:], dtype=torch.bool, device=s.device).triu(1), -math.inf)
     p = s.softmax(-1)
-    t_s = torch.baddbmm(torch.bmm(t_q, k.mT), q, t_k.mT, beta=scale, alpha=scale)
-    return torch.baddbmm(torch.bmm(p, t_v), softmax_backward(t_s, p, -1, p.dtype), v)
+    t_s = torch.baddbmm(torch.bmm(t.q, at.k.mT), at.q, t.k.mT, beta=scale, alpha=scale)
+    return p, softmax_backward(t_s, p, -1, p.dtype)
+
+
+def _one_batch(z: Tensor) -> Tensor:
+    return z.reshape(-1, *z.shape[-2:])
 
 
 def curved(at: Heads, t: Heads, d: Tensor | None, r: Tensor | None, scores: Scores) -> Signal:

@@ -31,8 +31,9 @@ def _tap(a, weight, bias, running_mean, running_var, training, momentum, eps, cu
     a = _aten.alias.default(a)
     w = (_ones(a, running_mean) if weight is None else weight.detach()).requires_grad_()
     b = None if bias is None else bias.detach().requires_grad_()
-    u = _BatchNorm.apply(a, w, b, running_mean, running_var, momentum, eps, cudnn_enabled)
-    return Tap(u, a, [(weight, w)] if b is None else [(weight, w), (bias, b)])
+    saved: list[Tensor] = []
+    u = _BatchNorm.apply(a, w, b, running_mean, running_var, momentum, eps, cudnn_enabled, saved)
+    return Tap(u, a, [(weight, w)] if b is None else [(weight, w), (bias, b)], saved)
 
 
 def _ones(a: Tensor, running_mean: Tensor | None) -> Tensor:
@@ -53,33 +54,41 @@ class _BatchNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, a, weight, bias, running_mean, running_var, momentum, eps, cudnn_enabled):
-        u, *saved, kind = batch_norm_forward(
+    def forward(ctx, a, weight, bias, running_mean, running_var, momentum, eps, cudnn_enabled, saved):
+        u, mean, rstd, reserve, kind = batch_norm_forward(
             a, weight, bias, running_mean, running_var, True, momentum, eps, cudnn_enabled
         )
-        ctx.save_for_backward(a, weight, *saved)
-        ctx.how = kind, eps
+        is_native = _is_native(a, weight)
+        w = _nudged(weight) if is_native else weight
+        ctx.save_for_backward(a, w, mean, rstd, reserve)
+        ctx.how = kind, eps, is_native
+        saved += mean, rstd, w
         return u
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d):
-        a, weight, mean, rstd, reserve = ctx.saved_tensors
-        (kind, eps), mask = ctx.how, list(ctx.needs_input_grad[:3])
-        w = _nudged(weight) if _is_native(a, weight) else norm.not_zero(weight)
+        a, w, mean, rstd, reserve = ctx.saved_tensors
+        (kind, eps, is_native), mask = ctx.how, list(ctx.needs_input_grad[:3])
+        w = w if is_native else norm.not_zero(w)
         if kind == _NATIVE or has_symbolic_shape(a):
             errors = _aten.native_batch_norm_backward.default(d, a, w, None, None, mean, rstd, True, eps, mask)
         else:
             errors = batch_norm_backward(kind, a, d, w, None, None, mean, rstd, True, eps, mask, reserve)
-        return *(e if needed else None for e, needed in zip(errors, mask, strict=True)), *[None] * 5
+        return *(e if needed else None for e, needed in zip(errors, mask, strict=True)), *[None] * 6
 
 
 @rule(torch.batch_norm, tap=_tap)
-def batch_norm(u, a, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled) -> Linearization:
-    """Over the batch and positions of each channel; in eval mode a fixed affine map."""
+def batch_norm(
+    u, a, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled, *, saved=()
+) -> Linearization:
+    """Over the batch and positions of each channel; in eval mode a fixed affine map.
+
+    saved: mean and 1 / std, and w without zeros
+    """
     dims, shape = channels(a)
     if _at_input(a, weight, training):
-        return _norm_at_input(u, a, weight, bias, eps)
+        return _norm_at_input(u, a, weight, bias, eps, saved)
     if training:
         return _norm(u, a, weight, bias, _Axes(dims, dims, shape), eps)
     mean, scale = running_mean.view(shape), (running_var + eps).rsqrt().view(shape)
@@ -169,10 +178,10 @@ def _group(a: Tensor, dims: list[int], eps: float, centred: bool = True) -> _Gro
     return _Group(x_hat, rstd, dims, centred)
 
 
-def _norm_at_input(u, a, weight, bias, eps) -> Linearization:
+def _norm_at_input(u, a, weight, bias, eps, saved: Sequence[Tensor]) -> Linearization:
     """Batch norm, with d the error of a."""
     if _is_native(a, weight):
-        return _native_norm_at_input(a, weight, bias, eps)
+        return _native_norm_at_input(a, weight, bias, eps, saved)
     dims, shape = channels(a)
     group = _group(a, dims, eps)
     w = None if weight is None else weight.view(shape)
@@ -207,27 +216,39 @@ def _nudged(weight: Tensor) -> Tensor:
     return weight + norm.TINY
 
 
-def _native_norm_at_input(a: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Linearization:
-    """`_norm_at_input` by PyTorch's kernels."""
+def _native_norm_at_input(
+    a: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, saved: Sequence[Tensor]
+) -> Linearization:
+    """`_norm_at_input` by PyTorch's kernels, with the statistics of pass 1 where they were saved."""
     dims, shape = channels(a)
-    x_hat, mean, rstd = torch.native_batch_norm(a, None, None, None, None, True, 0.0, eps)
     count = a.numel() // a.shape[1]
+    mean, rstd = saved[:2] or torch.native_batch_norm(a, None, None, None, None, True, 0.0, eps)[1:]
+
+    def backward(z: Tensor, w: Tensor | None, *mask: bool) -> tuple[Tensor, ...]:
+        """J (w z) and sum x̂ z, where the mask has a True for them."""
+        return _aten.native_batch_norm_backward.default(z, a, w, None, None, mean, rstd, True, eps, mask)
 
     def weighted_jacobian(z: Tensor) -> Tensor:
-        mask = [True, False, False]
-        return _aten.native_batch_norm_backward.default(z, a, weight, None, None, mean, rstd, True, eps, mask)[0]
+        return backward(z, weight, True, False, False)[0]
 
-    def curve(d: Tensor, t: Tensor, scale: Tensor, *_: Any) -> Tensor:
-        along = (scale if weight is None else scale * weight).view(shape) / count
-        return norm.curved_at_input(d, t, along, x_hat, rstd.view(shape), dims, True)
+    def curve(d_a: Tensor, t: Tensor, of_scale: Tensor, *_: Any) -> Tensor:
+        """of_scale: the gradient of w, which is sum x̂ d with d the error of u."""
+        x_hat: Tensor = torch.native_batch_norm(a, None, None, None, None, True, 0.0, eps)[0]
+        j_t, sum_t = backward(t, None, True, True, False)[:2]
+        sums = (d_a * t).sum(dims), sum_t, of_scale if weight is None else of_scale * weight
+        of_d, of_t, of_g = ((z / count).view(shape) for z in sums)
+        return _curved(x_hat * of_d, (of_t, d_a), (of_g, j_t), -rstd.view(shape))
 
     return Linearization(
-        signal=x_hat,
+        signal=a,
         push=weighted_jacobian,
         pull=weighted_jacobian,
         curve=curve,
-        third={} if weight is None else {weight: lambda d, t: (d * t).sum(dims) / _nudged(weight)},
-        **affine_gradients(weight, bias, dims),
+        grad={} if weight is None else {weight: lambda d, _: backward(d, None, False, True, False)[1]},
+        add={} if bias is None else {bias: lambda d: d.sum(dims)},
+        third={}
+        if weight is None
+        else {weight: lambda d, t: (d * t).sum(dims) / (saved[2] if saved else _nudged(weight))},
     )
 
 
@@ -235,21 +256,37 @@ def _native_layer_norm(
     a: Tensor, normalized: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Linearization:
     """Layer norm by PyTorch's kernels, with d the error of u."""
-    axes = _last(a, normalized)
+    first = a.dim() - len(normalized)
+    dims, summed = list(range(first, a.dim())), list(range(first))
     x_hat, mean, rstd = torch.native_layer_norm(a, normalized, None, None, eps)
 
     def jacobian(z: Tensor, w: Tensor | None = None) -> Tensor:
-        mask = [True, False, False]
-        return _aten.native_layer_norm_backward.default(z, a, normalized, mean, rstd, w, bias, mask)[0]
+        mask = (True, False, False)
+        return _aten.native_layer_norm_backward.default(z, a, normalized, mean, rstd, w, None, mask)[0]
+
+    def over_positions(z: Tensor) -> Tensor:
+        return z.sum(summed) if summed else z
+
+    def curve(d: Tensor, t: Tensor) -> Tensor:
+        g = d if weight is None else d * weight
+        d_a = jacobian(g)
+        of_d, of_t, of_g = (z.mean(dims, keepdim=True) for z in (d_a * t, x_hat * t, x_hat * g))
+        return _curved(x_hat * of_d, (of_t, d_a), (of_g, jacobian(t)), -rstd)
 
     return Linearization(
         signal=x_hat,
         tangent=jacobian,
         push=lambda s: s if weight is None else s * weight,
         pull=lambda r: jacobian(r, weight),
-        curve=lambda d, t: norm.curved(d, t, weight, x_hat, rstd, axes.dims, True),
-        **affine_gradients(weight, bias, axes.summed),
+        curve=curve,
+        grad={} if weight is None else {weight: lambda d, s: over_positions(d * s)},
+        add={} if bias is None else {bias: over_positions},
     )
+
+
+def _curved(total: Tensor, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], factor: Tensor) -> Tensor:
+    """`norm.curved_at_input` from its terms: x̂ mean(t J g), whose memory it takes, and two products."""
+    return total.addcmul_(*first).addcmul_(*second).mul_(factor)
 
 
 def _norm(u, a, weight, bias, axes: _Axes, eps: float) -> Linearization:

@@ -13,7 +13,7 @@ differentiate twice. A rule exists because a benchmark showed that it is faster.
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,8 @@ class Linearization:
     weights, apart from additive weights.
 
     Attributes:
-        push: s -> the tangent of u (the Jacobian-vector product), from the tangent s of the signal.
+        push: s -> the tangent of u (the Jacobian-vector product), from the tangent s of the signal; of an operation
+            with several results, all their tangents.
         signal: what the weights multiply: a itself, or the normalised a of a norm.
         tangent: t -> the tangent s of the signal, from the tangent t of a.
         pull: R{d} of u -> its contribution to R{d} of a (the vector-Jacobian product).
@@ -59,7 +60,7 @@ class Linearization:
         cheap: () -> whether a compiled step has its own kernels for `grad`, so that a second product costs little.
     """
 
-    push: Callable[..., Tensor]
+    push: Callable[..., Any]
     signal: Tensor | None = None
     tangent: Callable[[Tensor], Tensor] = _same
     pull: Callable[[Tensor], Tensor] | None = None
@@ -79,11 +80,13 @@ class Tap:
     output  u
     input   an alias of a that only this operation reads, so that its gradient is this operation's error of a
     leaves  pairs of a weight, as the call got it, and the leaf that was used in its place
+    saved   what the rule may need of the call's own results, such as statistics
     """
 
     output: Tensor
     input: Tensor
     leaves: list[tuple[Tensor | None, Tensor]]
+    saved: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,9 @@ class Rule:
     tap: Callable[..., Tap | None] | None
     bilinear: bool
     names: frozenset[str]  # of its arguments; calls with other keywords use the generic rule
+    several: bool
     takes_active: bool
+    takes_saved: bool
 
 
 Make = Callable[..., Linearization | None]
@@ -112,6 +117,7 @@ def rule(
     flat: bool = False,
     tap: Callable[..., Tap | None] | None = None,
     bilinear: bool = False,
+    several: bool = False,
 ) -> Callable[[Make], Make]:
     """Registers a rule for torch functions, custom ops (`torch.ops.lib.name`) or `autograd.Function` classes.
 
@@ -127,15 +133,20 @@ def rule(
             then that of a, and pass 2 computes the weights' gradients; `curve` gets them after d and t. The rule must
             accept every call that its tap has run.
         bilinear: where only one argument depends on the input, every result of the rule has a `pull` and no `curve`.
+        several: the operation returns several tensors, and u is the list of them; the rule is for operations without
+            weights, and every result of it has a `bend`.
 
-    A rule with a keyword-only parameter `active` gets the positions of the arguments that depend on the input.
+    A rule with a keyword-only parameter `active` gets the positions of the arguments that depend on the input, and one
+    with `saved` what its tap has saved.
     """
 
     def register(make: Make) -> Make:
         names = frozenset(inspect.signature(make).parameters)
+        given = names & {"active", "saved"}
         for function in functions:
-            takes_active = "active" in names
-            _RULES[key_of(function)] = Rule(make, arity, reads, flat, tap, bilinear, names - {"active"}, takes_active)
+            _RULES[key_of(function)] = Rule(
+                make, arity, reads, flat, tap, bilinear, names - given, several, "active" in given, "saved" in given
+            )
         return make
 
     return register

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .. import _torch_compat
 from .table import Linearization, Signal, rule
 
 MOST = 64  # tensors that a rule joins at most; longer lists use the generic rule
@@ -103,6 +104,35 @@ def cat(u: Tensor, tensors: Sequence[Tensor], dim: int = 0, *, active: Sequence[
         for start, z in zip(ends, tensors, strict=False)
     ]
     return _joined(u, tensors, lambda parts: torch.cat(parts, dim), pulls, active)
+
+
+@rule(torch.unbind, Tensor.unbind, flat=True, several=True)
+def unbind(u: Sequence[Tensor], a: Tensor, dim: int = 0) -> Linearization:
+    return _divided(u, a, lambda t: t.unbind(dim), lambda parts: torch.stack(parts, dim))
+
+
+@rule(torch.chunk, Tensor.chunk, flat=True, several=True)
+def chunk(u: Sequence[Tensor], a: Tensor, chunks: int, dim: int = 0) -> Linearization:
+    return _divided(u, a, lambda t: t.chunk(chunks, dim), lambda parts: torch.cat(parts, dim))
+
+
+@rule(_torch_compat.split, torch.split_with_sizes, Tensor.split_with_sizes, flat=True, several=True)
+def split(u: Sequence[Tensor], a: Tensor, split_size: int | Sequence[int], dim: int = 0) -> Linearization:
+    return _divided(u, a, lambda t: t.split(split_size, dim), lambda parts: torch.cat(parts, dim))
+
+
+def _divided(
+    u: Sequence[Tensor], a: Tensor, push: Callable[[Tensor], Sequence[Tensor]], join: Callable[[list[Tensor]], Tensor]
+) -> Linearization:
+    """The parts u of a, which `join` puts together."""
+
+    def bend(r: Signal, d: Signal, t: Signal) -> Signal:
+        like = next((s for s in r if s is not None), None)
+        if like is None:
+            return [None]
+        return [join([like.new_zeros(z.shape) if s is None else s for z, s in zip(u, r, strict=True)])]
+
+    return Linearization(push=push, bend=bend)
 
 
 @rule(torch.stack, arity=MOST, flat=True)

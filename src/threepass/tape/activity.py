@@ -5,8 +5,6 @@ later pass, get a copy. Tensors that alias the same storage share their signals 
 computed from parameters, and becomes an activation by the write, leaves its autograd history to a copy.
 """
 
-import weakref
-from collections import defaultdict
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,8 +13,8 @@ from ..errors import Place
 from ..rules.generic import leaf_tensors_of
 from ..rules.table import name_of, rule_for
 from .intercept import FunctionInterceptor
-from .operation import Operation
 from .signals import ActivationMeta, Storage, storage_of
+from .storages import StorageIndex
 
 
 class ActivityTracker(FunctionInterceptor):
@@ -29,8 +27,7 @@ class ActivityTracker(FunctionInterceptor):
         self._token = object()
         self._computed: dict[int, Tensor] = {}  # weights that are computed from parameters
         self._aliased: set[Storage] = set()  # storages that were written to while several tensors aliased them
-        self._readers: dict[Storage, list[tuple[Operation, int]]] = defaultdict(list)
-        self._aliases: dict[Storage, list[weakref.ref[Tensor]]] = defaultdict(list)
+        self._storages = StorageIndex()
 
     def is_active(self, z: Tensor) -> bool:
         return z.requires_grad and not z.is_leaf and id(z) not in self._computed
@@ -61,12 +58,13 @@ class ActivityTracker(FunctionInterceptor):
 
     def _register(self, z: Tensor) -> ActivationMeta:
         """Makes z active: attaches metadata to it, or its new history to the metadata that it has."""
-        meta = getattr(z, "_threepass", (None, None))[0]
+        meta, _ = getattr(z, "_threepass", (None, None))
         if meta is None or meta.token is not self._token or meta.shape != z.shape or meta.stride != z.stride():
             meta = ActivationMeta.of(z, self._token)
-            self._aliases[meta.storage].append(weakref.ref(z))
+            self._storages.add_tensor(z)
         setattr(z, "_threepass", (meta, z.grad_fn))  # noqa: B010
-        self._computed.pop(id(z), None)
+        if self._computed:
+            self._computed.pop(id(z), None)
         return meta
 
     def _lookup_or_report(self, func, z: Tensor) -> ActivationMeta | None:
@@ -98,15 +96,14 @@ class ActivityTracker(FunctionInterceptor):
 
     def _copy_for_readers(self, z: Tensor) -> None:
         """Before z's storage is written to: replaces it by a copy in the operations that read it earlier."""
-        for reader, i in self._readers.pop(storage_of(z), ()):
+        for reader, i in self._storages.take_readers(z):
             reader.values[i] = reader.values[i].detach().clone()
 
     def _prepare_write(self, func, z: Tensor, recorded: list[Any], weights: list[tuple[int, Tensor]]) -> Tensor:
         """Before func writes to z: copies the old contents where they are needed, and returns what to write to."""
         self._copy_for_readers(z)
         storage = storage_of(z)
-        aliases = [alias() for alias in self._aliases[storage]]
-        if z._is_view() or any(alias is not None and alias is not z for alias in aliases):
+        if z._is_view() or any(alias is not z for alias in self._storages.tensors(storage)):
             self._aliased.add(storage)
         if id(z) in self._computed:  # a computed weight becomes an activation: a copy keeps its history
             history = z.clone()

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .._torch_compat import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 _NUMBERS = frozenset((int, float, bool))
+_LEAVES = _NUMBERS | {Tensor, Parameter, type(None), str, torch.dtype, torch.device}
 
 Shape = tuple[int, tuple[str, ...], TreeSpec | None]
 
@@ -15,7 +18,9 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], S
     """The arguments as a list; containers are flattened if any of them holds tensors."""
     values: list[Any] = [*args, *kwargs.values()]
     for v in values:
-        if isinstance(v, (tuple, list, dict)) and (type(v) is not tuple or not _NUMBERS.issuperset(map(type, v))):
+        if type(v) in _LEAVES or (type(v) is tuple and _NUMBERS.issuperset(map(type, v))):
+            continue
+        if isinstance(v, (tuple, list, dict)):
             break  # it may hold tensors, or be changed by the caller
     else:
         return values, (len(args), tuple(kwargs), None)

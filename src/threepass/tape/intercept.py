@@ -160,7 +160,7 @@ def dropout_as_product(func, values, spec):
     args, kwargs = unflatten(values, spec)
     a, p, train = (*args, *kwargs.values())[:3]
     if not train or p == 0:
-        return func, values, spec
+        return None
     draw = torch.dropout if func in (torch.dropout, torch.dropout_) else torch.feature_dropout
     mask = draw(torch.ones_like(a, requires_grad=False), p, True)
     return DROPOUT[func], *flatten((a, mask), {})
@@ -172,7 +172,7 @@ def rows_as_index_select(func, values, spec):
     a, index = args[0], args[-1]
     is_vector = isinstance(index, Tensor) and index.dim() == 1 and index.dtype in (torch.int64, torch.int32)
     if not is_vector or a.dim() == 0 or not a.is_contiguous() or is_traced():
-        return func, values, spec  # of other layouts a[index] keeps the order of strides, and index_select does not
+        return None  # of other layouts a[index] keeps the order of strides, and index_select does not
     rows = torch.where(index < 0, index + a.shape[0], index).to(a.device)  # a[index] takes indices of the CPU too
     return torch.index_select, *flatten((a, 0, rows), {})
 
@@ -181,16 +181,17 @@ def negative_slope_as_weight(func, values, spec):
     """A leaky ReLU with a negative slope, whose result does not have the sign of its argument, as a constant PReLU."""
     (a, *given), kwargs = unflatten(values, spec)
     slope = (*given, *kwargs.values(), 0.01)[0]
-    return (func, values, spec) if slope >= 0 else (torch.prelu, *flatten((a, a.new_full((1,), slope)), {}))
+    return None if slope >= 0 else (torch.prelu, *flatten((a, a.new_full((1,), slope)), {}))
 
 
 def transposed_as_rows(func, values, spec):
     """A linear layer of a transposed batch as one matrix product."""
     count, names, _ = spec
-    fits = count >= 2 and set(names) <= {"bias"} and has_uneven_rows(*values[:2])
-    return (linear_by_rows if fits else func), values, spec
+    fits = count >= 2 and has_uneven_rows(*values[:2]) and set(names) <= {"bias"}
+    return (linear_by_rows, values, spec) if fits else None
 
 
+# the call to make in place of another: its function, its flat arguments and their shape; None: the call itself
 REPLACED: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.linear: transposed_as_rows,
     **dict.fromkeys(DROPOUT, dropout_as_product),

@@ -31,11 +31,12 @@ class Operation:
     rng: list[Tensor] | None
     rule: Rule | None
     written: Sequence[int] = ()
-    output_indices: Sequence[int] = ()  # which of the call's results are the outputs u
-    outputs: Sequence[ActivationMeta] = ()
-    output: Tensor | None = None  # u, for a fast rule; a meta tensor if the rule does not read its contents
+    output_indices: list[int] = field(default_factory=list)  # which of the call's results are the outputs u
+    outputs: list[ActivationMeta] = field(default_factory=list)
+    output: Any = None  # u, for a fast rule, or a list of several; on "meta" if the rule does not read its contents
     error_edges: Sequence[GradientEdge] = ()  # of the outputs, or of a: pass 2's errors d
     leaves: Sequence[tuple[Tensor | None, Tensor]] = ()  # of a tap: weights and their leaves
+    saved: Sequence[Tensor] = ()  # of a tap: what its rule may need
     hooked_errors: dict[int, Tensor] = field(default_factory=dict)  # errors as changed by the user's tensor hooks
     base: ActivationMeta | None = None  # the base of the output, where it is a view whose error is that of its base
     pushes: bool = True  # whether a weight downstream, or in exact mode the loss, needs the tangents of the outputs
@@ -101,16 +102,20 @@ class Operation:
         """The call linearized by its fast rule; None where the generic rule is used."""
         if self.rule is None or self.output is None:
             return None
-        values = list(self.values)
-        for i, _ in self.active:
-            if values[i].requires_grad:
-                values[i] = values[i].detach()
+        values = self.values
+        if torch.is_grad_enabled():  # the passes themselves run without
+            values = [v.detach() if isinstance(v, Tensor) and v.requires_grad else v for v in values]
         args, kwargs = unflatten(values, self.spec)
         if self.rule.takes_active:
             kwargs["active"] = [i for i, _ in self.active]
+        if self.rule.takes_saved:
+            kwargs["saved"] = self.saved
         lin = self.rule.make(self.output, *args, **kwargs)
-        if lin is None or any(values[i] not in lin.grad and values[i] not in lin.add for i, _ in self.weights):
+        if lin is None:
             return None
+        for i, _ in self.weights:
+            if values[i] not in lin.grad and values[i] not in lin.add:
+                return None
         return lin
 
     def error_at_output(self, d: Tensor | None) -> Tensor | None:

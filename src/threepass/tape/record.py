@@ -40,18 +40,13 @@ from .functions import traits_of
 from .intercept import REPLACED, intercepting_functions, with_separate_histories
 from .operation import Operation, results_of, without_contents
 from .replay import as_recorded, is_random, refusing_random_numbers_in_trace
-from .signals import ActivationMeta, Signals, storage_of
+from .signals import ActivationMeta, Signals
 from .state import random_state
 
 Places = list[tuple[int, Tensor]]  # tensors with their positions among the arguments or the results of a call
 
 
-class Roles(NamedTuple):
-    """The tensors among the arguments of a call, with their positions: all, the active ones, and the weights."""
-
-    tensors: Places
-    active: Places
-    weights: Places
+Roles = tuple[Places, Places, Places]  # the tensors among the arguments of a call: all, the active ones, the weights
 
 
 class Input(NamedTuple):
@@ -77,7 +72,7 @@ class Record(ActivityTracker):
         self.half: set[torch.dtype] = set()  # the half-precision formats that operations ran in
         self.recording = True
         self.checkpointed = False
-        self._producers: dict[ActivationMeta, tuple[Operation, int]] = {}
+        self._no_autocast = device, False, torch.get_autocast_dtype(device)
         self._block: dict[ActivationMeta, GradientEdge] | None = None  # in a checkpointed function: of its results
         self._open_functions: list[Callable[..., Any]] = []  # the Python functions whose calls are being recorded
 
@@ -108,23 +103,20 @@ class Record(ActivityTracker):
         neither depends on, such as distances of which the model takes the argmin alone, needs no derivatives.
         """
         self._settle_blocks(chained=not outputs)
-        read_downstream: set[Any] = set(map(self._signal_key, outputs))
+        read_downstream: set[Any] = set(self._signal_keys(outputs))
         operations = []
         for op in reversed(self.operations):
-            storage = op.outputs[0].storage
-            if storage in self._aliased and not op.written and any(z.storage == storage for _, z in op.active):
+            if self._aliased and self._is_alias(op):
                 continue  # a view, whose signal aliases that of its base
-            op.pushes = any(self._signal_key(u) in read_downstream for u in op.outputs)
+            op.pushes = not read_downstream.isdisjoint(self._signal_keys(op.outputs))
             if op.pushes or op.weights:
-                reads = {id(z): z for _, z in op.active}.values()
-                op.last_reads = [
-                    z for z in reads if self._signal_key(z) not in read_downstream and z.storage not in self._aliased
-                ]
+                reads = list(dict.fromkeys([z for _, z in op.active]))
+                keys = self._signal_keys(reads)
+                op.last_reads = [z for z, key in zip(reads, keys, strict=True) if key is z and z not in read_downstream]
                 operations.append(op)
-                read_downstream.update(map(self._signal_key, reads))
+                read_downstream.update(keys)
         self.operations = deque(reversed(operations))
-        self._producers = {}
-        self._readers.clear()  # from here on, the tape has the only reference to an operation
+        self._storages.clear_operations()  # from here on, the tape has the only reference to an operation
 
     def _settle_blocks(self, chained: bool) -> None:
         blocks = [op for op in self.operations if isinstance(op, Block)]
@@ -163,8 +155,14 @@ class Record(ActivityTracker):
             z is not given.meta or given.source.requires_grad for given in self.inputs
         )
 
-    def _signal_key(self, z: ActivationMeta) -> Any:
-        return z.storage if z.storage in self._aliased else z
+    def _signal_keys(self, metas: Sequence[ActivationMeta]) -> Sequence[Any]:
+        """What the signals of activations are stored under: those of aliases under their storage."""
+        return [z.storage if z.storage in self._aliased else z for z in metas] if self._aliased else metas
+
+    def _is_alias(self, op: Operation) -> bool:
+        """Whether its signal aliases that of its argument, as a view's does."""
+        storage = op.outputs[0].storage
+        return storage in self._aliased and not op.written and any(z.storage == storage for _, z in op.active)
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -206,12 +204,9 @@ class Record(ActivityTracker):
         for op in inside:
             self.operations.pop()
             without_tensors(op)
-        gone = set(map(id, inside))
-        for storage, readers in list(self._readers.items()):
-            self._readers[storage] = [(op, i) for op, i in readers if id(op) not in gone]
+        self._storages.forget(inside)
+        self._storages.add_operation(block)
         self.operations.append(block)
-        for i, _ in block.active:
-            self._readers[storage_of(block.values[i])].append((block, i))
 
     def note(self, op: Operation, error: Exception) -> None:
         """Adds an error in an operation to the list of problems, so that the pass goes on to find the others.
@@ -244,18 +239,18 @@ class Record(ActivityTracker):
             finally:
                 self._open_functions.pop()
         values, spec = flatten(args, kwargs)
-        roles = self._roles(values)
-        if roles.active and torch.is_grad_enabled():
-            if func in REPLACED:
-                func, values, spec = REPLACED[func](func, values, spec)
-                traits = traits_of(func)
-                roles = self._roles(values)
-            return self._operation(func, traits, values, spec, roles)
-        if roles.tensors and traits.writes:
-            self._copy_for_readers(roles.tensors[0][1])
+        tensors, active, weights = self._roles(values)
+        if active and torch.is_grad_enabled():
+            replaced = REPLACED[func](func, values, spec) if func in REPLACED else None
+            if replaced is None:
+                return self._operation(func, traits, values, spec, (tensors, active, weights))
+            func, values, spec = replaced
+            return self._operation(func, traits_of(func), values, spec, self._roles(values))
+        if tensors and traits.writes:
+            self._copy_for_readers(tensors[0][1])
         out = func(*args, **kwargs)
-        if roles.weights or roles.active:
-            self._mark_computed([*tensors_in(out), *(z for _, z in roles.tensors[:1])])
+        if weights or active:
+            self._mark_computed([*tensors_in(out), *(z for _, z in tensors[:1])])
         return out
 
     def _roles(self, values: list[Any]) -> Roles:
@@ -267,17 +262,20 @@ class Record(ActivityTracker):
                 tensors.append((i, z))
                 if z.requires_grad:
                     (weights if z.is_leaf or id(z) in self._computed else active).append((i, z))
-        return Roles(tensors, active, weights)
+        return tensors, active, weights
 
     def _operation(self, func, traits, values, spec, roles: Roles):
         """Runs a call with active arguments, with its weights detached, and records it if its results are active."""
         tensors, active, weights = roles
-        metas = [self._lookup(z) for _, z in active]
-        if (
-            None in metas
-            and self.recording
-            and self._mark_hidden_weights([z for _, z in active if self._lookup(z) is None])
-        ):
+        known: list[tuple[int, ActivationMeta]] = []
+        unknown: list[Tensor] = []
+        for i, z in active:
+            meta = self._lookup(z)
+            if meta is None:
+                unknown.append(z)
+            else:
+                known.append((i, meta))
+        if unknown and self.recording and self._mark_hidden_weights(unknown):
             return self.__torch_function__(func, (), *unflatten(values, spec))
         for i, z in weights:
             values[i] = z.detach()
@@ -287,7 +285,7 @@ class Record(ActivityTracker):
             values[0] = self._prepare_write(func, tensors[0][1], recorded, weights)
         rule = self._rule(func, spec, active)
         may_write = rule is None or traits.writes or traits.is_user_defined  # torch functions that have a rule say so
-        versions = [_version(values[i]) for i, _ in tensors] if may_write else ()
+        versions = [_version(values[i]) for i, _ in tensors] if may_write else []
         args, kwargs = unflatten(values, spec)
         autocast = self._autocast()
         tap = rule.tap(*args, **kwargs) if rule is not None and rule.tap is not None else None
@@ -301,22 +299,30 @@ class Record(ActivityTracker):
         if not self.recording:
             return out
         out = with_separate_histories(out)
-        written = [i for (i, _), v in zip(tensors, versions, strict=False) if _version(values[i]) != v]
+        written = _written(values, tensors, versions) if may_write else []
         outputs = _outputs(out, values, tensors, written)
         if not outputs:
             return out
-        metas = [meta or self._lookup_or_report(func, z) for (_, z), meta in zip(active, metas, strict=True)]
-        known = [(i, meta) for (i, _), meta in zip(active, metas, strict=True) if meta is not None]
+        if unknown:
+            known = self._known_or_report(func, active)
         module = self.path[-1] if self.path else ""
         op = Operation(func, recorded, spec, known, weights, module, autocast, rng, rule, written)
         if written and not writes and any(i in written for i, _ in (*active, *weights)):
             reason = "writes to its arguments in place, which its name does not say"
             self.problem(op.name, reason, f"rename it to {op.name}_, or let it return a new tensor instead")
+        if known:
+            self._storages.add_operation(op, has_constants=len(tensors) > len(active) + len(weights))
         self._append(op, outputs, tap)
         return out
 
+    def _known_or_report(self, func, active: Places) -> list[tuple[int, ActivationMeta]]:
+        metas = [(i, self._lookup(z) or self._lookup_or_report(func, z)) for i, z in active]
+        return [(i, meta) for i, meta in metas if meta is not None]
+
     def _autocast(self) -> tuple[str, bool, torch.dtype]:
-        return self.device, torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
+        if not torch.is_autocast_enabled(self.device):
+            return self._no_autocast
+        return self.device, True, torch.get_autocast_dtype(self.device)
 
     def _rule(self, func, spec, active) -> Rule | None:
         rule = rule_for(func)
@@ -330,31 +336,29 @@ class Record(ActivityTracker):
             return
         self.operations.append(op)
         self.checkpointed = self.checkpointed or has_saved_tensor_hooks()
-        self.half.update(u.dtype for _, u in outputs if u.dtype in HALF)
         first = outputs[0][1]
         base = first._base if len(outputs) == 1 else None
         if tap is not None:
-            op.error_edges, op.leaves = [gradient_edge(tap.input)], tap.leaves
+            op.error_edges, op.leaves, op.saved = [gradient_edge(tap.input)], tap.leaves, tap.saved
         elif base is not None and (op.written or self._lookup(base) is None):
             # A write through a view, now or later, replaces the view's node in the autograd graph: use its base's.
             op.base, op.error_edges = self._register(base), [gradient_edge(base)]
         else:
             op.error_edges = [gradient_edge(u) for _, u in outputs]
-        op.output_indices = [i for i, _ in outputs]
-        op.outputs = [self._register(u) for _, u in outputs]
+        for i, u in outputs:
+            op.output_indices.append(i)
+            op.outputs.append(self._register(u))
+            if u.dtype in HALF:
+                self.half.add(u.dtype)
         if self._block is not None:
             self._block |= zip(op.outputs, op.error_edges, strict=True)
-        for i, meta in enumerate(op.outputs):
-            self._producers[meta] = op, i
-        if op.rule is not None and len(outputs) == 1:
+        if op.rule is not None and op.rule.several:
+            op.output = [without_contents(u) for _, u in outputs]
+        elif op.rule is not None and len(outputs) == 1:
             if op.rule.reads == "u":
                 op.output, op.values[0] = first.detach(), without_contents(op.values[0])
             else:
                 op.output = without_contents(first)
-        active = [i for i, _ in op.active]
-        for i, v in enumerate(op.values):  # positions and masks may be written to later, as signals may
-            if isinstance(v, Tensor) and i not in op.written and (i in active or not v.is_floating_point()):
-                self._readers[storage_of(v)].append((op, i))
 
     def _own_gradient(self, func, *args, **kwargs):
         """`torch.autograd.grad` in the model: of weights it gives weights."""
@@ -371,10 +375,11 @@ class Record(ActivityTracker):
     def _register_hook(self, z: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Registers a hook that also records the error as the hook changes it: `autograd.grad` returns it unchanged."""
         meta = self._lookup(z) if self.is_active(z) else None
-        if meta is None or meta not in self._producers:
+        producer = next((op for op in reversed(self.operations) if meta in op.outputs), None)
+        if meta is None or producer is None:
             return z.register_hook(hook)
 
-        op, i = self._producers[meta]
+        op, i = producer, producer.outputs.index(meta)
 
         def recording_hook(d: Tensor) -> Tensor | None:
             changed = hook(d)
@@ -388,11 +393,19 @@ class Record(ActivityTracker):
 def _outputs(out: Any, values: list[Any], tensors: Places, written: list[int]) -> Places:
     """The results of a call that require grad, with their positions: those that are not unchanged arguments."""
     if isinstance(out, Tensor) and not written:
-        return [(0, out)] if out.requires_grad and all(out is not z for _, z in tensors) else []
+        for _, z in tensors:
+            if z is out:
+                return []
+        return [(0, out)] if out.requires_grad else []
     unchanged = {id(z) for i, z in tensors if i not in written}
     results = list(enumerate(results_of(out, values, written)))
     found = {id(u): (i, u) for i, u in reversed(results) if u.requires_grad and id(u) not in unchanged}
     return sorted(found.values(), key=lambda output: output[0])
+
+
+def _written(values: list[Any], tensors: Places, versions: list[int]) -> list[int]:
+    """The positions of the tensors whose versions have changed."""
+    return [i for (i, _), version in zip(tensors, versions, strict=True) if _version(values[i]) != version]
 
 
 def _version(z: Tensor) -> int:

@@ -79,12 +79,12 @@ class Signals:
         self._buffers: dict[Storage, Tensor] = {}
 
     def get(self, z: ActivationMeta) -> Tensor | None:
-        if z.storage not in self._aliased:
+        if not self._aliased or z.storage not in self._aliased:
             return self._own.get(z)
         return z.view_in(self._buffers[z.storage]).clone() if z.storage in self._buffers else None
 
     def put(self, z: ActivationMeta, signal: Tensor | None) -> None:
-        if z.storage in self._aliased:
+        if self._aliased and z.storage in self._aliased:
             view = z.writable_view_in(self._buffer(z))
             view.copy_(torch.zeros_like(view) if signal is None else signal.expand(z.shape)[_without_repeats(z)])
         elif signal is None:

@@ -12,6 +12,36 @@ from torch import Tensor, nn
 from .._torch_compat import is_dynamo_imported, no_dispatch_modes
 
 
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules of `model.named_modules()` with their names as prefixes ("layer.0."), several times as fast."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[nn.Module] = set()
+    todo = [("", model)]
+    while todo:
+        prefix, module = todo.pop()
+        if module not in seen:
+            seen.add(module)
+            found.append((prefix, module))
+            if module._modules:
+                children = [(f"{prefix}{name}.", m) for name, m in module._modules.items() if m is not None]
+                todo.extend(reversed(children))
+    return found
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """`dict(model.named_parameters())`, which every step asks for."""
+    if type(model).named_parameters is not nn.Module.named_parameters:
+        return dict(model.named_parameters())
+    named: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    for prefix, module in named_modules(model):
+        for name, p in module._parameters.items():
+            if p is not None and id(p) not in seen:
+                seen.add(id(p))
+                named[prefix + name] = p
+    return named
+
+
 @contextlib.contextmanager
 def autograd_enabled() -> Iterator[None]:
     """Enables autograd, whatever the caller disabled, and runs `torch.compile`d parts eagerly."""
@@ -62,7 +92,7 @@ class _Buffers:
     """The buffers of a model and their contents; those of one dtype and device are copied together, in one launch."""
 
     def __init__(self, model: nn.Module):
-        tables = [m._buffers for m in model.modules() if m._buffers]
+        tables = [m._buffers for _, m in named_modules(model) if m._buffers]
         self.places = [(table, name, b) for table in tables for name, b in table.items() if b is not None]
         groups: dict[Any, list[Tensor]] = {}
         for _, _, b in self.places:
