@@ -24,7 +24,7 @@ from .core.misuse import (
     warn_of_samples_along_dimension_1,
     warn_of_sum,
 )
-from .core.options import ALPHA, REDUCTION, Options, check_roles, check_weights, check_x, own_loss
+from .core.options import ALPHA, Options, check_roles, check_weights, check_x, own_loss
 from .core.penalty import Penalty
 from .core.precomputed_loss import PrecomputedLoss, rounded
 from .core.ranks import count_ranks, is_wrapper, loss_through, reduces_gradients
@@ -193,7 +193,7 @@ class ThreePass(_Step):
         model: nn.Module,
         loss_fn: Callable[[Any, Any], Tensor] | None,
         alpha: float | Callable[[int], float] = ALPHA,
-        reduction: str = REDUCTION,
+        reduction: str = "batch",
         mode: str = "paper",
         strength: float | None = None,
         input_at: str | None = None,
@@ -210,7 +210,7 @@ class ThreePass(_Step):
             raise ValueError(f"every must be a positive whole number, got {every!r}")
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
-        check_weights(alpha, reduction, strength)
+        check_weights(alpha, strength)
         self.every, self.process_group = every, process_group
         self.alpha = alpha if callable(alpha) else partial(_constant, alpha)
         self.options: dict[str, Any] = {
@@ -294,7 +294,7 @@ def loss(
     x: Any,
     y: Any = None,
     alpha: float = ALPHA,
-    reduction: str = REDUCTION,
+    reduction: str = "batch",
     mode: str = "paper",
     strength: float | None = None,
     input_at: str | None = None,

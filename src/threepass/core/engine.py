@@ -32,7 +32,7 @@ from ..tape.signals import ActivationMeta, Signals
 from ..tape.state import autograd_enabled, unchanged_on_error, without_garbage_collection
 from .exact import backward_again
 from .gradients import Gradients
-from .options import ALPHA, REDUCTION, InputOptions, Options, check_loss, check_model, check_weights, check_x, own_loss
+from .options import ALPHA, InputOptions, Options, check_loss, check_model, check_weights, check_x, own_loss
 from .penalty import Penalty, evaluate
 from .plan import Operand, Plan, Scale, make_plan
 from .propagation import Errors, Propagation
@@ -88,7 +88,7 @@ def three_pass(
     x: Any,
     y: Any = None,
     alpha: float = ALPHA,
-    reduction: str = REDUCTION,
+    reduction: str = "batch",
     mode: str = "paper",
     strength: float | None = None,
     input_at: str | None = None,
@@ -123,7 +123,7 @@ def three_pass(
         wrt: the entry of a dict x (its name), or of a tuple x (its index), that counts as the input, or several of
             them in a tuple; default: all floating-point tensors of x. Gradients are then a tensor, or a dict.
     """
-    check_weights(alpha, reduction, strength)
+    check_weights(alpha, strength)
     options = Options(alpha, reduction, mode, strength, input_at, batch_size, separate, penalty, wrt)
     return run(Task(model, loss_fn or own_loss, x, y), options)
 

@@ -14,10 +14,9 @@ from .penalty import Penalty, check_penalty
 from .ranks import check_parallel
 from .wrt import Wrt, as_wrt, check_wrt, inputs_of, leaves_of
 
-# The defaults, which are the paper's. A value that a user gives is another object, even if it is equal, so that `is`
-# tells the two apart. Both are computed, because equal literals may be one object.
+# The default, which is the paper's. A number that a user gives is another object, even if it is equal, so that `is`
+# tells the two apart. It is computed, because equal literals may be one object.
 ALPHA = float("0.1")
-REDUCTION = "".join(("ba", "tch"))
 NOT_BOTH = (
     "give strength, or alpha and reduction, not both: strength replaces them. Leave out alpha and reduction to weight "
     "the third pass by strength, with backpropagation's weight 1; leave out strength for the paper's alpha"
@@ -45,7 +44,7 @@ class Options:
     """
 
     alpha: float = ALPHA
-    reduction: str = REDUCTION
+    reduction: str = "batch"
     mode: str = "paper"
     strength: float | None = None
     input_at: str | None = None
@@ -65,7 +64,7 @@ class Options:
         if self.strength is not None:
             if not _is_number(self.strength) or not 0 <= self.strength < math.inf:
                 raise ValueError(f"strength must be a finite number >= 0, got {self.strength!r}")
-            if self.alpha != ALPHA or self.reduction != REDUCTION:
+            if self.alpha != ALPHA or self.reduction != "batch":
                 raise ValueError(NOT_BOTH)
         check_penalty(self.penalty)
         object.__setattr__(self, "wrt", as_wrt(self.wrt))
@@ -105,9 +104,9 @@ class Options:
         )  # part may be a symbol
 
 
-def check_weights(alpha: Any, reduction: Any, strength: Any) -> None:
-    """Raises an error for a strength beside an alpha or a reduction that the user gave, of whatever value."""
-    if strength is not None and not (alpha is ALPHA and reduction is REDUCTION):
+def check_weights(alpha: Any, strength: Any) -> None:
+    """Raises an error for a strength beside an alpha that the user gave, of whatever value."""
+    if strength is not None and alpha is not ALPHA:
         raise ValueError(NOT_BOTH)
 
 

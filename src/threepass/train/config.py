@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..compile.programs import check_compile
-from ..core.options import ALPHA, REDUCTION, Options, check_weights
+from ..core.options import ALPHA, Options, check_weights
 from ..core.penalty import NAMES
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
@@ -81,7 +81,7 @@ class Config:
     epsilon: float | None = None
     alpha: float = ALPHA
     alpha_end: float | None = None
-    reduction: str = REDUCTION
+    reduction: str = "batch"
     mode: str = "paper"
     strength: float | None = None
     penalty: str = "l2"
@@ -117,7 +117,7 @@ class Config:
     def __post_init__(self) -> None:
         self._check_types()
         object.__setattr__(self, "milestones", tuple(self.milestones))
-        check_weights(self.alpha, self.reduction, self.strength)
+        check_weights(self.alpha, self.strength)
         Options(self.alpha, self.reduction, self.mode, self.strength, self.input_at)
         if self.penalty not in NAMES:
             raise ValueError(f"penalty must be one of {', '.join(NAMES)}, got {self.penalty!r}")
