@@ -265,7 +265,7 @@ def test_a_call_that_fails_eagerly_too_is_no_failed_capture(first, traced_only):
     if first == "good":
         step(x, y)
     for size in (2, 2, 3, 3, 3, len(x)) if first == "good" else (len(x),) * 4:
-        with pytest.raises(IndexError, match="out of (bounds|range)"):
+        with pytest.raises(IndexError, match=r"out of (bounds|range)"):
             step(x[:size], y[:size] + 1000)
     step(x, y)
     assert len(step.compiled.programs) == 1
