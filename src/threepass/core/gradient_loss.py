@@ -162,8 +162,7 @@ def _passes(task: Task, options: GradientOptions, warn: bool, seed, module_paths
         of_value = task._replace(loss_fn=lambda out, _: value_fn(out), x=x)
         output, value = forward(of_value, tape, options, _check_value)
         samplewise = options.value_fn is None and not options.separate and is_samplewise(tape, output)
-        results = [z for z in (value, *tree_leaves(output)) if isinstance(z, Tensor) and tape.is_active(z)]
-        tape.prune([tape.meta_of(z) for z in results])
+        tape.prune(_active(tape, value, output))
         plan = joint_plan(tape, compiled=seed is not None)
 
         # Pass 2: backward, to g.
@@ -201,6 +200,11 @@ def _passes(task: Task, options: GradientOptions, warn: bool, seed, module_paths
         through_output=_sum(terms[1], _times(0.0, terms[0])) if options.separate else None,
         through_input_grad=_sum(terms[0], _times(0.0, terms[1])) if options.separate else None,
     )
+
+
+def _active(tape: Record, *results: Any) -> list[ActivationMeta]:
+    """What loss_fn may depend on through the model."""
+    return [tape.meta_of(z) for z in tree_leaves(results) if isinstance(z, Tensor) and tape.is_active(z)]
 
 
 def _backward_from_zero(tape: Record, steps: list[Any], gradients: Gradients) -> None:
