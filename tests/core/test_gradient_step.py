@@ -430,3 +430,15 @@ def test_a_loss_of_two_arguments_is_refused_before_anything_runs():
     for make in (threepass.GradientStep, functools.partial(threepass.gradient_step, x=torch.randn(2, 3))):
         with pytest.raises(TypeError, match=r"loss_fn must take \(output, g, y\)"):
             make(nn.Linear(3, 1), lambda output, y: output.sum())
+
+
+def test_a_result_prints_in_one_line():
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(5, 3)
+    results = [
+        threepass.gradient_step(model, lambda output, g, y: g.square().mean(), x, separate=separate)
+        for separate in (False, True)
+    ]
+    start = f"GradientResult(loss={results[0].loss:.4g}, value={results[0].value:.4g}, grads of "
+    assert all(repr(r).startswith(start) and "\n" not in repr(r) for r in results)
+    assert "through_input_grad" not in repr(results[0])
+    assert repr(results[1]).endswith("; also output, input_grad, through_output, through_input_grad)")

@@ -43,7 +43,7 @@ from .warn import warn_of_other_leaves
 from .wrt import Wrt, as_wrt, without_other_leaves
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GradientResult:
     """The result of one step on a loss of the input gradient.
 
@@ -67,6 +67,14 @@ class GradientResult:
     grads: dict[str, Tensor]
     through_output: dict[str, Tensor] | None
     through_input_grad: dict[str, Tensor] | None
+
+    def __repr__(self) -> str:
+        """In one line; tensors are attributes."""
+        terms = "" if self.through_output is None else ", through_output, through_input_grad"
+        return (
+            f"GradientResult(loss={self.loss.item():.4g}, value={self.value.item():.4g}, "
+            f"grads of {len(self.grads)} parameters; also output, input_grad{terms})"
+        )
 
 
 @dataclass(frozen=True)
