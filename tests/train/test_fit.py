@@ -355,6 +355,15 @@ def test_stops_when_validation_gets_no_better(tmp_path):
         fit(simple(), data(), monitor="val_accuracy")
 
 
+def test_an_early_stop_leaves_its_last_epoch(tmp_path):
+    """Where checkpoints are written more rarely than every epoch."""
+    settings = {"batch_size": 10, "alpha": 1.0, "lr": 0.2, "patience": 3, "monitor": "val_error", "save_every": 50}
+    result = fit(simple(), data(), folder=tmp_path, epochs=60, **settings)
+    assert len(result.history) < 50
+    for name, z in threepass.load_run(tmp_path, simple()).model.state_dict().items():
+        assert torch.equal(z, result.model.state_dict()[name])
+
+
 def test_the_highest_of_a_metric_of_which_more_is_better(tmp_path):
     def accuracy(output, y):
         return (output.argmax(1) == y).double().mean()

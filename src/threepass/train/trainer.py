@@ -203,7 +203,7 @@ class Trainer:
             raise DivergedError(self.epoch + 1, bad, position, self._bad_data(bad))
         self.epoch, self.done, self.seconds, self._logged = self.epoch + 1, 0, 0.0, 0
         self.steps.sums.zero_()
-        if self.epoch % self.config.save_every == 0 or self.epoch == self.config.epochs:
+        if self.epoch % self.config.save_every == 0 or self._finished():
             self.save()
         progress.epoch(metrics)
 
