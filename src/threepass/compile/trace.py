@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import make_fx
-from ..errors import CaptureError
 from ..kernels.fusible import one_node_each
 from . import rewrite
 from .dynamic import SymbolicInputs
@@ -120,12 +119,6 @@ def _lift(graph: GraphModule) -> list[Tensor]:
         if node.op != "get_attr":
             continue
         value = getattr(graph, node.target)
-        if isinstance(value, torch.Generator):
-            raise CaptureError(
-                "the step draws random numbers from a torch.Generator, and a captured program computes them from one "
-                "seed per call. Leave generator= out, so that torch.manual_seed determines them, or draw them outside "
-                "of the model and the loss, and pass them in x or y"
-            )
         if id(value) not in lifted:
             with graph.graph.inserting_before(first):
                 lifted[id(value)] = graph.graph.placeholder(f"state_{len(state)}")

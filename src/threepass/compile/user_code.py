@@ -52,12 +52,18 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
 
 
 class _Operations(TorchDispatchMode):
-    """Refuses operations that give Python a value, and those whose result has a shape that depends on values."""
+    """Refuses operations that give Python a value, those whose shapes depend on values, and generators of one's own."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in _VALUES or torch.Tag.data_dependent_output in func.tags:
             raise _read("item, bool, int or float" if func is local_scalar_dense.default else name_of(func))
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            raise CaptureError(
+                "the step draws random numbers from a torch.Generator, and a captured program computes them from one "
+                "seed per call. Leave generator= out, so that torch.manual_seed determines them, or draw them outside "
+                "of the model and the loss, and pass them in x or y"
+            )
         if torch.Tag.dynamic_output_shape in func.tags and _has_unknown_shape(func, args, kwargs):
             raise CaptureError(
                 f"the shape of a result depends on the contents of a tensor ({name_of(func)}), which may be different "
