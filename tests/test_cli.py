@@ -166,6 +166,9 @@ def test_a_net_of_ones_own_with_norms_starts_in_exact_mode(own_folder, capsys, m
     about = json.loads((own_folder / "runs" / "compare-of_mine-normed-digits" / "compare.json").read_text())
     assert [v["name"] for v in about["variants"]] == ["two passes", "strength 0.1, exact"]
     assert about["config"]["lr"] == 0.03
+    assert main([*few, "of_mine:normed", "--mode", "exact", "--name", "by-hand"]) == 0
+    assert (saved("by-hand")["mode"], saved("by-hand")["lr"]) == ("exact", 0.03)
+    assert "strength 0.1, lr 0.03, to start with" in capsys.readouterr().out
     assert main([*few, "of_mine:normed", "--lr", "0.1"]) == 0
     assert (saved("of_mine-normed-digits-3")["mode"], saved("of_mine-normed-digits-3")["lr"]) == ("exact", 0.1)
     x = np.random.default_rng(0).standard_normal((60, 64))
@@ -293,7 +296,7 @@ def test_data_says_what_is_there(capsys):
         (["train", "--model", "no_such_module:net"], 1, "importing 'no_such_module' failed"),
         (["train", "--init", "magic"], 1, "magic"),
         (["train", "--alpha", "3"], 2, "alpha must be a number in [0, 1]"),
-        (["train", "--alpha", "0.1", "--strength", "0.1"], 2, "give strength, or alpha and reduction, not both"),
+        (["train", "--alpha", "0.1", "--strength", "0.1"], 2, "give strength, or alpha, not both"),
         (["train", "--penalty", "l3"], 2, "penalty must be one of l2, l1, norm, got 'l3'"),
         (["train", "--schedule", "sine"], 2, "schedule must be one of constant, step"),
         (["train", "--epoch", "3"], 2, "Did you mean --epochs? (see threepass train --help)"),

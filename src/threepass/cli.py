@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -246,14 +246,14 @@ def train(
             raise ValueError("--name is for a new run, and --resume goes on with an old one: leave one out")
         values = {**vars(config), **vars(run)}
         run = Run.read(resume).resumed({flag: values[flag] for flag in given & values.keys()})
-    chosen = {} if resume is not None else recipes.train_defaults(task.model, task.data, given)
+    chosen = {} if resume is not None else recipes.train_defaults(task.model, task.data, _own(given, config.optimizer))
     if_norms = {} if resume is not None else recipes.if_norms(task.model, chosen, given, config)
     with joined(find_device(run.device)) as ranks:
         trainer = run.trainer(ranks, if_norms)
         run = dataclasses.replace(run, config=trainer.config)
         if resume is None and ranks.is_first:
-            found = if_norms if trainer.config.mode != config.mode else {}
-            chosen |= {name: getattr(trainer.config, name) for name in found}
+            found = {name: getattr(trainer.config, name) for name in if_norms}
+            chosen |= {name: value for name, value in found.items() if value == if_norms[name]}
             _say_what_was_chosen(task, chosen, trainer.config, given)
         _train(run, trainer, Path("runs") / (name or task.name), resume, keep_going)
 
@@ -320,10 +320,11 @@ def compare(
         return
     run = task.run(config)
     dataset = run.load()
-    chosen = recipes.compare_defaults(task.model, task.data, given)
+    chosen = recipes.compare_defaults(task.model, task.data, _own(given, config.optimizer))
     if_norms = recipes.if_norms(task.model, chosen, given, config)
     if if_norms and norms_of(run.make_model(dataset), dataset):
         config, chosen = config.with_settings(if_norms), chosen | if_norms
+    config = recipes.with_default_lr(config)
     common = dataclasses.replace(config, alpha=Config.alpha, strength=None, mode="paper", eta_over_alpha=False)
     variants = [study.two_passes(), *(study.by_alpha(a, config.mode) for a in alphas)]
     variants += [study.by_strength(s, config.mode) for s in strengths]
@@ -547,11 +548,11 @@ def _options(text: str) -> dict[str, Any]:
 
 
 def _say_what_was_chosen(task: Task, chosen: dict[str, Any], config: Config, given: frozenset[str]) -> None:
-    """A line on the settings that the user left out, on alpha where it slows training down, on a rate of sgd's."""
+    """A line on the settings that the user left out, on the default learning rate, on alpha where it slows training."""
     if chosen:
         print(recipes.choice_in_words(task.model, task.data, chosen))
-    regression = None if "lr" in {*given, *chosen} else recipes.regression_in_words(Config(), config)
-    for words in (regression, recipes.alpha_in_words(config), recipes.lr_in_words(config, given)):
+    lr = None if "lr" in {*given, *chosen} else recipes.lr_in_words(config)
+    for words in (lr, recipes.alpha_in_words(config)):
         if words is not None:
             print(words)
 
@@ -562,11 +563,17 @@ def _fill_from_recipe(app: App, commands: tuple[str, ...], arguments: ArgumentCo
     given = {a.field_info.name: a.tokens[-1].value for a in arguments if a.tokens}
     if defaults is None or "demo" in given or (defaults is recipes.train_defaults and "resume" in given):
         return
-    recipe = defaults(given.get("model", TASK.model), given.get("data", TASK.data), given)
+    own = _own(given, given.get("optimizer", ""))
+    recipe = defaults(given.get("model", TASK.model), given.get("data", TASK.data), own)
     for argument in arguments:
         if argument.field_info.name in recipe:
             value = recipe[argument.field_info.name]
             argument.append(Token(keyword=argument.name, implicit_value=value, source="recipe"))
+
+
+def _own(given: Iterable[str], optimizer: str) -> set[str]:
+    """What a user gave in place of a recipe's settings; the optimizer that recipes have, sgd, does not count."""
+    return {*given} - {"optimizer"} if optimizer == "sgd" else {*given}
 
 
 def _words(given: tuple[str, ...]) -> tuple[str, ...]:

@@ -161,7 +161,7 @@ def test_regression_by_the_default_loss_has_a_learning_rate_of_its_own(capsys, t
     assert fit(mlp(5, 8, 1), given, loss_fn=F.l1_loss, **settings).config.lr == 0.1
     for squared_error in (F.mse_loss, nn.MSELoss()):
         assert fit(mlp(5, 8, 1), given, loss_fn=squared_error, **settings).config.lr == 0.01
-    assert fit(mlp(5, 8, 1), given, optimizer="adam", **settings).config.lr == 0.1
+    assert fit(mlp(5, 8, 1), given, optimizer="adam", **settings).config.lr == 0.001
     fit(mlp(5, 8, 1), given, folder=tmp_path, **settings)
     assert fit(mlp(5, 8, 1), given, Config(**settings), folder=tmp_path, resume=True, epochs=3).config.lr == 0.01
 

@@ -50,16 +50,24 @@ def test_without_a_recipe_nets_that_need_a_lower_learning_rate_start_with_it(mod
     assert config_of("--model", model, "--data", "mnist", "--lr", "0.1").lr == 0.1
 
 
+DEFAULT, ADAMW = "lr 0.1, the default with SGD", "lr 0.001, the default of torch.optim for adamw"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ([], ["recipe of mlp on digits: batch_size 64, lr 0.05, schedule cosine, strength 1.0, mode exact"]),
-        (["--data", "mine.npz"], ["no recipe for mlp on mine.npz: strength 0.1, to start with at the lear"]),
-        (["--data", "mine.npz", "--alpha", "0.5"], ["alpha 0.5 multiplies backpropagation's gradient too: lr 0.1 "]),
-        (["--data", "mine.npz", "--alpha", "0.5", "--eta-over-alpha"], []),
+        (["--data", "mine.npz"], ["no recipe for mlp on mine.npz: strength 0.1, to start with at the lear", DEFAULT]),
+        (
+            ["--data", "mine.npz", "--alpha", "0.5"],
+            [DEFAULT, "alpha 0.5 multiplies backpropagation's gradient too: lr 0.1 "],
+        ),
+        (["--data", "mine.npz", "--alpha", "0.5", "--eta-over-alpha", "--lr", "0.1"], []),
         (["--data", "mine.npz", "--alpha", "0.5", "--optimizer", "adam", "--lr", "0.01"], []),
-        (["--data", "mine.npz", "--alpha", "1"], []),
-        (["--data", "mine.npz", "--alpha", "1", "--optimizer", "adamw"], ["lr 0.1 was chosen for sgd: give the lear"]),
+        (["--data", "mine.npz", "--alpha", "1"], [DEFAULT]),
+        (["--data", "mine.npz", "--alpha", "1", "--optimizer", "adamw"], [ADAMW]),
+        (["--optimizer", "adamw"], ["recipe of mlp on digits: batch_size 64, schedule cosine, strength 1.0", ADAMW]),
+        (["--optimizer", "sgd"], ["recipe of mlp on digits: batch_size 64, lr 0.05, schedule cosine, strength 1.0"]),
         (["--data", "mine.npz", "--alpha", "1", "--optimizer", "adamw", "--lr", "0.001"], []),
     ],
 )  # fmt: skip
@@ -87,6 +95,8 @@ def test_the_settings_that_strength_replaces_are_saved_as_none():
         (["--alpha", "0.4"], {"alpha": 0.4, "eta_over_alpha": True}),
         (["--no-augment"], {"augment": False, "alpha": 0.1}),
         (["--alpha", "1", "--sam", "0.05"], {"sam": 0.05, "eta_over_alpha": False}),
+        (["--optimizer", "adamw"], {"lr": Config.lr, "eta_over_alpha": False}),  # the trainer takes that of torch.optim
+        (["--optimizer", "sgd"], {"lr": 0.01, "eta_over_alpha": True}),
     ],
 )
 def test_what_the_user_gives_goes_first(words, expected):

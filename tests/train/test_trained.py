@@ -48,6 +48,7 @@ def test_a_run_of_fit_gets_its_weights_into_a_model(settings, tmp_path):
     torch.testing.assert_close(run(made.val.x.float() / 255), expected)
     for wrong, message in [
         (made.val.x.long(), "x is torch.int64: give pixels as uint8"),
+        (made.val.x.float(), "floating-point pixels up to .*: give uint8, or divide x by 255"),
         (made.val.x[:, :, :5], r"examples of shape \(1, 6, 6\), as in made; got \(20, 1, 5, 6\)"),
         (made.val.x[0, 0], r"got \(6, 6\)"),
     ]:

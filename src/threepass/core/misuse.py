@@ -114,8 +114,9 @@ def warn_of_sum(
     if samples > 1 and one and abs(doubled / one - 2) < 1e-3:
         warn_once(
             model,
-            f"loss_fn is a sum over the batch and not a mean, so that the third term is {samples}^2 times as strong "
-            'for this batch: use reduction="mean", or divide by the number of samples',
+            "loss_fn is a sum over the batch and not a mean, so that the third term grows with the number of samples "
+            f'(by penalty="l2", it is {samples}^2 times as strong for this batch): use reduction="mean", or divide by '
+            "the number of samples",
             LossReductionWarning,
         )
 

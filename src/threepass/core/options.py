@@ -18,7 +18,7 @@ from .wrt import Wrt, as_wrt, check_wrt, inputs_of, leaves_of
 # tells the two apart. It is computed, because equal literals may be one object.
 ALPHA = float("0.1")
 NOT_BOTH = (
-    "give strength, or alpha and reduction, not both: strength replaces them. Leave out alpha and reduction to weight "
+    "give strength, or alpha, not both: strength replaces alpha and reduction. Leave out alpha to weight "
     "the third pass by strength, with backpropagation's weight 1; leave out strength for the paper's alpha"
 )
 
@@ -64,8 +64,10 @@ class Options:
         if self.strength is not None:
             if not _is_number(self.strength) or not 0 <= self.strength < math.inf:
                 raise ValueError(f"strength must be a finite number >= 0, got {self.strength!r}")
-            if self.alpha != ALPHA or self.reduction != "batch":
+            if self.alpha != ALPHA:
                 raise ValueError(NOT_BOTH)
+            if self.reduction != "batch":
+                raise ValueError('with strength the reduction is always "sample": leave out reduction')
         check_penalty(self.penalty)
         object.__setattr__(self, "wrt", as_wrt(self.wrt))
         check_input_options(self.wrt, self.input_at)

@@ -175,7 +175,8 @@ def _gradient_ratio(r: Result) -> float:
 def _about_mode(mode: str, norms: tuple[str, ...], activations: tuple[str, ...], cosine: float) -> list[str]:
     measured = f"on this batch the cosine of paper mode's third pass with the exact one is {cosine:.2f}"
     if norms:
-        return [f"the model has {', '.join(norms)}, whose curvature paper mode leaves out; {measured}"]
+        falls = ", and often falls as a net with norms learns" if cosine >= ENOUGH else ""
+        return [f"the model has {', '.join(norms)}, whose curvature paper mode leaves out; {measured}{falls}"]
     if mode == "exact":
         return [f"{measured}, below {ENOUGH}: paper mode would point elsewhere than the gradient of the input loss"]
     if activations:

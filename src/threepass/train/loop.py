@@ -29,7 +29,7 @@ from .config import Config
 from .feed import Data
 from .folder import created, resumed
 from .metrics import GivenFunctions, LossFn, Metric, best_of
-from .recipes import alpha_in_words, regression_in_words
+from .recipes import alpha_in_words, lr_in_words
 from .trainer import AfterStep, Trainer
 
 History = list[dict[str, Any]]  # the metrics of every epoch
@@ -105,7 +105,7 @@ def fit(
 
 
 def _say_what_was_chosen(given: Config, config: Config) -> None:
-    for words in (regression_in_words(given, config), alpha_in_words(config)):
+    for words in (lr_in_words(config) if config.lr != given.lr else None, alpha_in_words(config)):
         if words is not None:
             print(words, file=sys.stderr)
 

@@ -18,9 +18,8 @@ def make_optimizer(model: nn.Module, config: Config) -> Optimizer:
     if config.optimizer == "sgd":
         fused = {"fused": True} if config.compile else {}
         return torch.optim.SGD(parameters, config.lr, config.momentum, weight_decay=config.weight_decay, **fused)
-    by_name = {"adam": "Adam", "adamw": "AdamW"}.get(config.optimizer, config.optimizer)
-    made = getattr(torch.optim, by_name, None)
-    if not (isinstance(made, type) and issubclass(made, Optimizer)):
+    made = _class_of(config.optimizer)
+    if made is None:
         raise ValueError(
             f"optimizer must be one of {', '.join(OPTIMIZERS)} or a class of torch.optim, got {config.optimizer!r}"
         )
@@ -35,6 +34,18 @@ def make_optimizer(model: nn.Module, config: Config) -> Optimizer:
     if config.compile and made in (torch.optim.Adam, torch.optim.AdamW):
         options |= {"fused": True, "capturable": True}
     return made(parameters, **options)
+
+
+def default_lr(optimizer: str) -> float | None:
+    """The learning rate that torch.optim gives an optimizer by itself, if there is one."""
+    made = _class_of(optimizer)
+    lr = None if made is None else inspect.signature(made).parameters["lr"].default
+    return lr if isinstance(lr, float) else None
+
+
+def _class_of(name: str) -> type[Optimizer] | None:
+    made = getattr(torch.optim, {"adam": "Adam", "adamw": "AdamW"}.get(name, name), None)
+    return made if isinstance(made, type) and issubclass(made, Optimizer) else None
 
 
 def clip_gradients(optimizer: Optimizer, norm: float) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .config import LR, Config
+from .optimizer import default_lr
 
 Settings = dict[str, Any]  # of Config
 
@@ -82,7 +83,7 @@ def train_defaults(model: str, data: str, given: Collection[str]) -> Settings:
     """The settings of a run for which those named in `given` are the user's own.
 
     What cannot go together with one of them is left out: of alpha and strength, the user's choice replaces the
-    recipe's, and a learning rate of the user's is not divided by alpha.
+    recipe's, a learning rate of the user's is not divided by alpha, and learning rates are for SGD.
 
     >>> train_defaults("plain20", "cifar10", ["epochs"])["eta_over_alpha"]
     True
@@ -96,7 +97,8 @@ def train_defaults(model: str, data: str, given: Collection[str]) -> Settings:
     replaced = {
         "strength": ("alpha", "alpha_end", "reduction", "sam", "eta_over_alpha"),
         "alpha": ("strength", "sam"),
-        "eta_over_alpha": ("strength", "sam", "lr"),
+        "eta_over_alpha": ("strength", "sam", "lr", "optimizer"),
+        "lr": ("optimizer",),
     }
     return {
         name: value
@@ -114,7 +116,8 @@ def compare_defaults(model: str, data: str, given: Collection[str]) -> Settings:
     recipe = _find_or_start(model, data)
     methods = {} if {"alphas", "strengths"} & {*given} else {"alphas": (), "strengths": ()} | recipe.methods
     shared = recipe.common | {name: value for name, value in recipe.third.items() if name == "mode"}
-    return {name: value for name, value in (shared | methods).items() if name not in given}
+    own = {*given, "lr"} if "optimizer" in given else given
+    return {name: value for name, value in (shared | methods).items() if name not in own}
 
 
 def choice_in_words(model: str, data: str, chosen: Settings) -> str:
@@ -141,11 +144,14 @@ def if_norms(model: str, chosen: Settings, given: Collection[str], config: Confi
     {'mode': 'exact', 'lr': 0.03}
     >>> if_norms("my:net", {"strength": 0.1}, ["lr"], Config(strength=0.1, lr=0.2)), if_norms("mlp", {}, [], Config())
     ({'mode': 'exact'}, {})
+    >>> if_norms("my:net", {"strength": 0.1}, ["mode"], Config(strength=0.1, mode="exact"))
+    {'lr': 0.03}
     """
     third = config.strength is not None or config.alpha < 1
-    if ":" not in model or not third or "mode" in {*chosen, *given}:
+    if ":" not in model or not third:
         return {}
-    return {"mode": "exact"} | (STARTS["resnet"] if config.lr is LR and config.optimizer == "sgd" else {})
+    mode = {} if "mode" in {*chosen, *given} else {"mode": "exact"}
+    return mode | (STARTS["resnet"] if config.lr is LR and config.optimizer == "sgd" else {})
 
 
 def alpha_in_words(config: Config) -> str | None:
@@ -160,23 +166,28 @@ def alpha_in_words(config: Config) -> str | None:
     )
 
 
-def with_regression_lr(config: Config) -> Config:
-    """The config for a regression by the mean squared error, with its learning rate if the user chose none."""
-    return config.with_settings({"lr": REGRESSION_LR}) if config.lr is LR and config.optimizer == "sgd" else config
+def with_default_lr(config: Config, squared_error: bool = False) -> Config:
+    """The config with a learning rate for its optimizer or loss, if the user chose none.
+
+    >>> with_default_lr(Config(optimizer="adamw")).lr, with_default_lr(Config(optimizer="adamw", lr=0.1)).lr
+    (0.001, 0.1)
+    """
+    if config.lr is not LR:
+        return config
+    lr = default_lr(config.optimizer) if config.optimizer != "sgd" else REGRESSION_LR if squared_error else None
+    return config if lr is None else config.with_settings({"lr": lr})
 
 
-def regression_in_words(given: Config, config: Config) -> str | None:
-    """That a run has the learning rate of regressions."""
-    if given.lr == config.lr:
-        return None
-    return f"lr {config.lr:g}, the default for regression by the mean squared error with SGD"
+def lr_in_words(config: Config) -> str:
+    """Where the learning rate is from, that the user did not choose.
 
-
-def lr_in_words(config: Config, given: Collection[str]) -> str | None:
-    """That the learning rate is one of SGD's, where the user chose another optimizer and no learning rate."""
-    if config.optimizer == "sgd" or "lr" in given:
-        return None
-    return f"lr {config.lr:g} was chosen for sgd: give the learning rate of {config.optimizer} by --lr"
+    >>> lr_in_words(Config(optimizer="adamw", lr=0.001))
+    'lr 0.001, the default of torch.optim for adamw'
+    """
+    if config.optimizer != "sgd":
+        return f"lr {config.lr:g}, the default of torch.optim for {config.optimizer}"
+    of = " for regression by the mean squared error" if config.lr == REGRESSION_LR else ""
+    return f"lr {config.lr:g}, the default{of} with SGD"
 
 
 def _shown(value: Any) -> str:

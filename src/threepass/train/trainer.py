@@ -30,7 +30,7 @@ from .optimizer import make_optimizer
 from .probes import compare_passes, measure_alignment
 from .progress import Progress
 from .ranks import ALONE, Ranks
-from .recipes import with_regression_lr
+from .recipes import with_default_lr
 from .recorder import Recorder
 from .steps import SUMS, CompiledGradientSteps, Steps
 from .validation import CapturedValidation, Validation
@@ -59,9 +59,7 @@ class Trainer:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.device = next(model.parameters()).device
         self.feed = feed(data, config, self.device, ranks)
-        if self.feed.is_regression and is_squared_error(given.loss_fn):
-            config = with_regression_lr(config)
-        self.config = config
+        self.config = config = with_default_lr(config, self.feed.is_regression and is_squared_error(given.loss_fn))
         self.objective = choose_objective(model, self.feed, config, given)
         self.optimizer = make_optimizer(model, config)
         self.average = MovingAverage(model, config.ema) if config.ema else None

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..files import Kinds, read_object, write_json
 
 FILE = "data.json"
+BRIGHT = 10.0  # no pixel from 0 to 1 is that bright, with noise on it neither
 KEYS: dict[str, Kinds] = {
     "name": (str,), "shape": (list, type(None)), "dtype": (str, type(None)), "mean": (list, type(None)),
     "std": (list, type(None)), "classes": (list,), "outputs": (int, type(None)),
@@ -51,6 +52,10 @@ class Inputs:
             )
         if not x.is_floating_point() and self.dtype == "uint8" and x.dtype != torch.uint8:
             raise ValueError(f"x is {x.dtype}: give pixels as uint8, or as floating-point numbers from 0 to 1")
+        if x.is_floating_point() and self.dtype == "uint8" and x.numel() and float(x.max()) > BRIGHT:
+            raise ValueError(
+                f"x has floating-point pixels up to {float(x.max()):g}, and 1 is white: give uint8, or divide x by 255"
+            )
         scale, shift = standardisation(x, (self.mean, self.std))
         return x.to(scale.dtype).mul(scale).add(shift)
 
