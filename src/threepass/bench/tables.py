@@ -32,6 +32,7 @@ COSTS = {  # their rows: file, and eager or compiled
     "plain-20, CPU, compiled": ("cpu-plain20-128-float32", "best"),
     "ResNet-20, CPU, eager": ("cpu-resnet20-64-float32", "eager"),
     "ResNet-20, CPU, compiled": ("cpu-resnet20-64-float32", "best"),
+    "ResNet-50, CPU, eager": ("large/cpu-imagenet-resnet50-4-float32", "eager"),
     "nn.TransformerEncoder, CPU, eager": ("cpu-encoder-16-float32", "eager"),
     "nn.TransformerEncoder, CPU, compiled": ("cpu-encoder-16-float32", "best"),
 }
