@@ -24,7 +24,7 @@ def config_of(*words: str) -> Config:
 def test_every_recipe_has_valid_settings_and_results(key):
     recipe = RECIPES[key]
     assert Config(**train_defaults(*key, ())) == Config(**recipe.common | recipe.third)
-    assert recipe.results is None or (ROOT / recipe.results).exists()
+    assert (ROOT / recipe.results).exists()
     assert set(recipe.methods) <= {"alphas", "strengths"}
 
 
