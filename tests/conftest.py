@@ -1,4 +1,5 @@
 import os
+import warnings
 
 from processor import avoid_trapped_instructions
 
@@ -9,6 +10,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from torch._subclasses.fake_tensor import is_fake
+from torch.autograd import forward_ad
+
+with warnings.catch_warnings(), forward_ad.dual_level():  # the first dual tensor imports a module that warns
+    warnings.simplefilter("ignore")
+    forward_ad.make_dual(torch.ones(1), torch.ones(1))
 
 settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 settings.register_profile("explore", deadline=None, suppress_health_check=list(HealthCheck), max_examples=2000)

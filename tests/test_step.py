@@ -258,6 +258,15 @@ def test_a_result_prints_in_one_line():
     assert "third_grads" in repr(threepass.three_pass(model, F.cross_entropy, x, y, separate=True))
 
 
+def test_a_step_prints_its_options():
+    model, _, _ = setting()
+    step = threepass.ThreePass(model, F.cross_entropy, mode="exact", strength=0.3, penalty="l1")
+    assert repr(step) == "ThreePass(Sequential, mode='exact', strength=0.3, penalty='l1')"
+    step = threepass.ThreePass(model, F.cross_entropy, lambda calls: 0.5 - 0.1 * calls, reduction="sample")
+    step.calls = 1
+    assert repr(step) == "ThreePass(Sequential, mode='paper', alpha=0.4, reduction='sample')"
+
+
 class LastStep(nn.Module):
     """Classes from the last step of a recurrent net."""
 

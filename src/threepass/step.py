@@ -224,6 +224,14 @@ class ThreePass(_Step):
         self.scaler = scaler
         self._watch, self._loss_watch, self._is_first = AccumulationWatch(), BackwardWatch(), True
 
+    def __repr__(self) -> str:
+        """With the options that are not the defaults."""
+        strength = self.options["strength"]
+        weight = f"alpha={self.alpha(self.calls):g}" if strength is None else f"strength={strength:g}"
+        rest = {name: z for name, z in self.options.items() if name not in ("mode", "strength")}
+        others = "".join(f", {name}={z!r}" for name, z in rest.items() if z != getattr(Options, name))
+        return f"ThreePass({type(self.model).__name__}, mode={self.options['mode']!r}, {weight}{others})"
+
     def __call__(self, x: Any, y: Any = None) -> Result:
         """Runs one step on a batch and adds its gradients to `p.grad`."""
         options, third = self._options()

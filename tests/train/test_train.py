@@ -241,6 +241,9 @@ def test_a_disk_that_fails_stops_the_run(tmp_path, monkeypatch):
         fit(simple(), data(), folder=tmp_path, epochs=1, batch_size=10)
 
 
+OPTIMIZER = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -259,6 +262,7 @@ def test_a_disk_that_fails_stops_the_run(tmp_path, monkeypatch):
         ({"label_smoothing": 0.1, "loss_fn": F.cross_entropy}, "label_smoothing is that of the default cross-entropy"),
         ({"epochs": "3"}, r"epochs must be a whole number, got '3' \(str\)"),
         ({"lr": True}, r"lr must be a number, got True \(bool\)"),
+        ({"optimizer": OPTIMIZER}, r"optimizer must be text, got SGD \( Parameter Group 0 .* \.\.\. \(SGD\)$"),
         ({"milestones": 0.5}, "milestones must be a list of numbers, got 0.5"),
         ({"strength": "big"}, "strength must be a number or None, got 'big'"),
         ({"seed": -1}, "seed must not be negative"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import textwrap
 import types
 import typing
 from collections.abc import Mapping
@@ -163,7 +164,8 @@ class Config:
             value = getattr(self, name)
             if not _is_a(value, expected):
                 words = " or ".join(_words(expected))
-                raise ValueError(f"{name} must be {words}, got {value!r} ({type(value).__name__})")
+                got = textwrap.shorten(repr(value), 60, placeholder=" ...")
+                raise ValueError(f"{name} must be {words}, got {got} ({type(value).__name__})")
 
     def _check_schedule(self) -> None:
         if self.schedule != "step":

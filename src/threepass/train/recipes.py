@@ -26,7 +26,7 @@ class Recipe:
     common: Settings
     third: Settings
     methods: dict[str, tuple[float, ...]]  # alphas or strengths
-    results: str | None  # the file of the runs behind it; None: what to start with where there is no recipe
+    results: str | None  # the file of its runs; None: what to start with where there is no recipe
 
 
 PAPER: Settings = {"epochs": 200, "lr": 0.01, "schedule": "step", "augment": True}
