@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import re
 import shutil
 import time
 import xml.etree.ElementTree as ET
@@ -234,6 +235,31 @@ def test_nothing_sticks_out_and_text_can_be_read(browser, pages, name, width, sc
     assert unmarked == 0  # a table that does not fit says so
     assert browser.get_log("browser") == []
     shot(browser, f"{name}-{scheme}-{width}")
+
+
+@pytest.mark.parametrize("name", ["bench", "init"])
+def test_other_pages_show_values_under_the_pointer_and_switch_axes(browser, pages, name):
+    show(browser, pages[name])
+    moved = browser.execute_script("""
+        return [...document.querySelectorAll("figure")].filter(f => f.querySelector(".plot")).map(f => {
+            const plot = f.querySelector(".plot"), box = plot.getBoundingClientRect();
+            const send = kind => plot.dispatchEvent(
+                new PointerEvent(kind, {clientX: (box.left + box.right) / 2, clientY: box.top + 50}));
+            send("pointermove");
+            const at = [f.querySelector(".cross") !== null, f.querySelector(".readout").innerText];
+            send("pointerleave");
+            return [...at, f.querySelector(".cross") === null];
+        })""")
+    assert moved
+    for has_cross, values, is_gone in moved:
+        assert has_cross
+        assert re.search(r"\d", values)
+        assert is_gone
+    for button in browser.find_elements("css selector", "figure [data-axis]"):
+        before = button.text
+        button.click()
+        assert {before, button.text} == {"linear", "log"}
+    assert browser.get_log("browser") == []
 
 
 def luminance(colour: str) -> float:
