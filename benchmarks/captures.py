@@ -30,7 +30,7 @@ from families import NETS, Problem, make, on  # noqa: E402
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten  # noqa: E402
 
 from threepass.compile import check as checking  # noqa: E402
-from threepass.compile.capture import capture  # noqa: E402
+from threepass.compile.capture import Build, capture  # noqa: E402
 from threepass.compile.check import Outputs  # noqa: E402
 from threepass.core.engine import Task, run  # noqa: E402
 from threepass.core.options import Options  # noqa: E402
@@ -141,7 +141,7 @@ def one(net: str, precision: str, mode: str, args: argparse.Namespace) -> dict:
     watch = Watch()
     try:
         with watch:
-            captured = capture(step, inputs, graph=False, weights=weights, known=Outputs((), penalties))
+            captured = capture(step, inputs, Build(graph=False), weights=weights, known=Outputs((), penalties))
     except CaptureError as error:
         row["checks"].append(watch.figures | {"passed": False, "reason": str(error)})
         return row

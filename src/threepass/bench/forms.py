@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..compile.capture import Captured, capture
+from ..compile.capture import Build, Captured, capture
 from ..compile.cuda_graph import CudaGraph
 from ..core.options import Options
 from ..step import ThreePass
@@ -118,7 +118,9 @@ def _three_pass(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Form:
 
 
 def _captured(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Form:
-    program = capture(lambda *batch: list(METHODS[method](model, *batch)), list(batch), graph=False, kernels=False)
+    program = capture(
+        lambda *batch: list(METHODS[method](model, *batch)), list(batch), Build(kernels=False, graph=False)
+    )
     form = _replayed("capture", lambda: program(*batch), program.compile_seconds, batch)
     return form._replace(parts=_parts(program))
 

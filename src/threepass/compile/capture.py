@@ -10,7 +10,7 @@ a GPU the program is recorded as a CUDA graph and replayed, with inputs and outp
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,46 +113,54 @@ class Captured:
         return self.outputs
 
 
+class Build(NamedTuple):
+    """How a program is made.
+
+    kernels: False: the framework's kernels alone.
+    compiled: False: the traced graph runs operation by operation.
+    graph: replay it as a CUDA graph; default: if the inputs are on a GPU.
+    pool: memory shared with CUDA graphs that never run at the same time.
+    varying: the dimensions of the inputs whose sizes may change from call to call. The program then has neither kernels
+        of our own, which are chosen by sizes, nor a CUDA graph, which is of one size.
+    """
+
+    kernels: bool = True
+    compiled: bool = True
+    graph: bool | None = None
+    pool: Any = None
+    varying: Dimensions | None = None
+
+
 def capture(
     fn: Fn,
     inputs: Sequence[Tensor],
-    graph: bool | None = None,
+    build: Build = Build(),  # noqa: B008  (it cannot be changed)
     restore: Callable[[], Any] = contextlib.nullcontext,
-    kernels: bool = True,
     weights: Tensor | None = None,
-    pool: Any = None,
-    compiled: bool = True,
-    varying: Dimensions | None = None,
     known: Outputs = NOTHING,
 ) -> Captured:
     """Traces fn for inputs of these shapes, compiles it, and checks the compiled program (`check.py`).
 
     Args:
-        graph: replay it as a CUDA graph; default: if the inputs are on a GPU.
         restore: a context that puts back what fn writes to (buffers), because tracing and warming up run it.
-        kernels: False: the framework's kernels alone.
         weights: the tensor, one of the inputs or one that fn refers to, that has the weights of the two terms as the
             first two entries of its last dimension: the check then tells the terms apart.
-        pool: memory shared with CUDA graphs that never run at the same time.
-        compiled: False: the traced graph runs operation by operation.
-        varying: the dimensions of the inputs whose sizes may change from call to call. The program then has neither
-            kernels of our own, which are chosen by sizes, nor a CUDA graph, which is of one size.
         known: the names of outputs, for the error if one is wrong, and which of them are penalties.
     """
     started = time.perf_counter()
-    on_gpu = any(z.is_cuda for z in inputs)
+    on_gpu, varying = any(z.is_cuda for z in inputs), build.varying
     if varying is not None:
-        graph = kernels = False
+        build = build._replace(graph=False, kernels=False)
     places = [i for i, z in enumerate(inputs) if z is weights]
     inputs = [z.detach().clone() for z in inputs]  # fn may write to them, and one given twice is two inputs
     symbolic = None if varying is None else SymbolicInputs(inputs, varying)
     with _on_device_of(inputs), contextlib.nullcontext() if symbolic is None else symbolic.tracing():
         with restore():
-            program = trace(fn, [z.clone() for z in inputs], kernels, symbolic)
-        if kernels and on_gpu:
+            program = trace(fn, [z.clone() for z in inputs], build.kernels, symbolic)
+        if build.kernels and on_gpu:
             inductor.warm_up(program.graph.graph)
         captured = Captured(
-            program, inductor.compiled(program, inputs) if compiled else lambda values: program.graph(*values)
+            program, inductor.compiled(program, inputs) if build.compiled else lambda values: program.graph(*values)
         )
         if symbolic is not None:
             captured.guards = symbolic.guards()
@@ -160,8 +168,8 @@ def capture(
         captured.compile_seconds = time.perf_counter() - started
         captured.weights, captured.known = _place_of(weights, program, places), known
         captured.check(inputs)
-        if on_gpu if graph is None else graph:
-            captured.record(inputs, restore, pool)
+        if on_gpu if build.graph is None else build.graph:
+            captured.record(inputs, restore, build.pool)
     return captured
 
 

@@ -35,7 +35,7 @@ from ..errors import CaptureError
 from ..numerics.precision import weights_dtype
 from ..rules.sync_batch_norm import has_synchronized_norm
 from ..tape.state import unchanged_on_error
-from .capture import Captured, capture
+from .capture import Build, Captured, capture
 from .check import Outputs
 from .cuda_graph import CudaGraph
 from .dependencies import PLAIN, Attribute
@@ -400,7 +400,7 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call, 
     pool = None if steps._newest is None else steps._newest.pool
     terms = weights if call.has_terms else None
     known = Outputs(labels, penalties)
-    captured = capture(step, inputs, restore=restore, weights=terms, pool=pool, varying=varying, known=known)
+    captured = capture(step, inputs, Build(pool=pool, varying=varying), restore, terms, known)
     signature.settle(captured.program.state, captured.program.are_constant(len(kept)))
     kind, dicts, result_spec = made
     trained = [named[n] for n in names]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..compile.capture import capture
+from ..compile.capture import Build, capture
 from ..compile.check import NOTHING, Outputs
 from ..compile.cuda_graph import CudaGraph
 from ..compile.programs import Programs
@@ -73,9 +73,8 @@ class Recorder:
             with restore(), self.programs.signature.restored():
                 yield
 
-        captured = capture(
-            program, [counter], graph=False, restore=restored, weights=weights, compiled=compiled, known=known
-        )
+        build = Build(compiled=compiled, graph=False)
+        captured = capture(program, [counter], build, restored, weights, known)
         self.programs.signature.settle(captured.program.state)
 
         def step() -> Any:
