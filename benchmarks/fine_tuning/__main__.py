@@ -15,6 +15,7 @@ Result: not measured yet, and quoted by no page.
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import time
@@ -99,7 +100,8 @@ class Study:
     def run(self) -> None:
         index, of = map(int, self.args.share.split("/"))
         for cell in list(cells())[index - 1 :: of]:
-            searched = [self.result(Setting(cell, rate, v, SEARCH)) for rate in RATES[cell.size] for v in VALUES[cell.method]]
+            grid = itertools.product(RATES[cell.size], VALUES[cell.method])
+            searched = [self.result(Setting(cell, rate, value, SEARCH)) for rate, value in grid]
             best = max(searched, key=lambda r: r["validation"])
             for seed in SEEDS:
                 self.result(Setting(cell, best["rate"], best["value"], seed))
