@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import threepass
-from threepass.compile.capture import capture
+from threepass.compile.capture import Build, capture
 from threepass.compile.check import TIMES, Outputs, check, figures
 from threepass.compile.trace import trace
 from threepass.core.engine import Task, run
@@ -152,7 +152,7 @@ def test_sabotaged_programs_are_refused_on_a_gpu(name, precision, monkeypatch, t
         lambda program, inputs: lambda values: SABOTAGES[name](program, values, problem),
     )
     with pytest.raises(CaptureError, match=r"is wrong in|is not finite"):
-        problem.capture(graph=False)
+        problem.capture(build=Build(graph=False))
 
 
 NETS = {
@@ -267,6 +267,27 @@ def test_a_gradient_that_is_zero_but_for_rounding_may_have_other_rounding_errors
     checked(2e-6)
     with pytest.raises(CaptureError, match=r"part of the gradient of 0\.bias, of shape \(8,\)"):
         checked(1e-3)
+
+
+def test_a_number_beside_a_jump_may_come_out_on_the_other_side(monkeypatch):
+    """One of 1000 signs differs, as by rounding; a program of which all results are a little wrong is refused."""
+    generator = torch.Generator().manual_seed(0)
+    a, b, w = (torch.randn(shape, generator=generator) for shape in (1000, 1000, (1000, 64)))
+    b[0] = -a[0] * (1 + 1e-6)  # several rounding errors beside the jump
+    program = trace(lambda a, b, w: [(a + b).sign() @ w, ((a + b).sign() + a) @ w], [a, b, w])
+
+    def rounded_otherwise(values):
+        a, b, w = values
+        signs = (a + b).sign()
+        signs[0] = -signs[0]
+        return [signs @ w, (signs + a) @ w]
+
+    check(program.plain, rounded_otherwise, [a, b, w])
+    with pytest.raises(CaptureError, match="compared with a float64 reference"):
+        check(program.plain, lambda values: [1.5 * z for z in rounded_otherwise(values)], [a, b, w])
+    monkeypatch.setattr("threepass.compile.check.LARGER_NUDGES", ())
+    with pytest.raises(CaptureError, match="compared with a float64 reference"):
+        check(program.plain, rounded_otherwise, [a, b, w])
 
 
 def test_a_sum_that_is_added_up_one_term_after_the_other_is_rounding():

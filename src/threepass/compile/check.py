@@ -25,6 +25,10 @@ how far it moved.
 One eager run is one draw of rounding errors. Where a net magnifies them (a batch norm over three numbers) another draw
 may be ten times as large, so a program is refused only after further eager runs, on values that differ by one rounding
 error, have not come close to its figures either.
+
+Where a step is discontinuous (the sign in an l1 penalty, the derivative of a ReLU), a number within a rounding error of
+the jump may come out on either side, and one that does changes results by far more than rounding. Few draws have the
+same number on the other side, so for such graphs the last draws are of several rounding errors.
 """
 
 import math
@@ -34,14 +38,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, map_arg
+from torch.fx import GraphModule, Interpreter, Node, map_arg
 
-from .._torch_compat import aten_log_softmax, aten_softmax, tree_map
+from .._torch_compat import aten_log_softmax, aten_softmax, tree_leaves, tree_map
 from ..errors import CaptureError, UncheckedWarning, warn_caller
 from ..numerics.precision import HALF
 
 TIMES = 5  # a compiled error of more than so many times the eager one is refused
-NUDGES = 4  # further eager runs, before a program is refused, on values that differ by one rounding error
+# Further eager runs, before a program is refused, on values that differ by so many rounding errors.
+NUDGES = (1, 1, 1, 1)
+LARGER_NUDGES = (8, 8, 64, 64, 64, 64)  # after the others, where the graph has jumps
+_LARGEST_NUDGE = 2.0**-16  # of a value: in low precision single jumps are not larger than rounding
 AMPLIFIED = 10  # by so much the third term is larger than the first one while it is compared
 _SMALL = 0.01  # a third term of less than this part of the first one is measured against the first
 _LITTLE = 1e-3  # entries of less than this part of those of the median output are measured against that part of them
@@ -118,8 +125,10 @@ def check(
         ]
     for part, found in zip(parts, _terms(graph, eager, values, weights, k), strict=True):
         part.compare_with(found)
-    for seed in range(NUDGES) if any(part.worst()[0] > 1 for part in parts) else ():
-        nudged = _nudged(values, epsilon, seed, but=weights)
+    for seed, errors in enumerate(_nudges(graph, epsilon)):
+        if all(part.worst()[0] <= 1 for part in parts):
+            break
+        nudged = _nudged(values, errors * epsilon, seed, but=weights)
         for part, found in zip(parts, _terms(graph, eager, nudged, weights, k), strict=True):
             part.compare_with(found)
     for part in parts:
@@ -136,8 +145,34 @@ def _amplification(back: Sequence[Tensor], third: Sequence[Tensor]) -> float:
     return k if 1e-30 < k < 1e30 else 1.0
 
 
+def _nudges(graph: GraphModule, epsilon: float) -> list[int]:
+    """By how many rounding errors the values of further eager runs differ."""
+    larger = LARGER_NUDGES if any(map(_jumps, graph.graph.nodes)) else ()
+    return [*NUDGES, *(n for n in larger if n * epsilon < _LARGEST_NUDGE)]
+
+
+_JUMPS = (
+    _aten.sign, _aten.sgn, _aten.round, _aten.floor, _aten.ceil, _aten.trunc, _aten.threshold_backward,
+    _aten.leaky_relu_backward, _aten.hardtanh_backward, _aten.hardswish_backward, _aten.hardsigmoid_backward,
+    _aten.elu_backward, _aten.softshrink_backward, _aten.hardshrink_backward,
+)  # fmt: skip
+
+
+def _jumps(node: Node) -> bool:
+    """Whether an operation is discontinuous: a comparison, an index of a largest number, or one of the list."""
+    if getattr(node.target, "overloadpacket", None) in _JUMPS:
+        return True
+    results = [z for z in tree_leaves(node.meta.get("val")) if isinstance(z, Tensor)]
+    takes_floats = any(_is_float(n.meta.get("val")) for n in node.all_input_nodes)
+    return takes_floats and any(not (z.is_floating_point() or z.is_complex()) for z in results)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def _nudged(values: Sequence[Tensor], epsilon: float, seed: int, but: int | None) -> list[Tensor]:
-    """The values, each entry multiplied by 1 +- epsilon at random: a change of the size of one rounding error."""
+    """The values, each entry multiplied by 1 +- epsilon at random."""
     generator = torch.Generator().manual_seed(seed)
 
     def nudge(z: Tensor) -> Tensor:
