@@ -29,7 +29,7 @@ WITH_ARGUMENTS_OF = {  # an operation's own: the same computation in other opera
     "rules.norm._tap",
     "tape.attention_dropout._attention",
 }
-OTHERS = {"compile.capture.capture", "compile.step.CompiledSteps.__call__"}
+OTHERS = {"compile.step.CompiledSteps.__call__"}
 OPERATIONS = ("rule(", "custom_op(", "register_fake", "fusible(", "on_its_device", "triton.jit")
 
 
