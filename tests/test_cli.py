@@ -337,7 +337,7 @@ def test_data_says_what_is_there(capsys):
             "does not take batches of images, 128 x 3",
         ),
         (["bench", "--table", "nowhere"], 1, "no results of threepass bench in nowhere"),
-        (["bench", "--suite", "tpu"], 1, "suite must be one of gpu, cpu"),
+        (["bench", "--suite", "tpu"], 1, "suite must be one of gpu, gpu-more, cpu"),
         (["bench", "--scaling", "age", "--device", "cpu"], 1, "unknown sweep 'age'"),
         (["data", "mnist", "--data-dir", "empty"], 1, "threepass data mnist --download"),
     ],

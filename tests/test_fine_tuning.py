@@ -95,7 +95,8 @@ def test_texts_are_changed_a_little():
 def test_cell_is_searched_then_run_with_three_seeds_and_never_twice(encoder, data, tmp_path, capsys):
     out = tmp_path / "runs.jsonl"
     main = runpy.run_path(str(FOLDER / "__main__.py"), run_name="fine_tuning")["main"]
-    words = ["--data", data, "--model", encoder, "--device", "cpu", "--out", out, "--scale", "0.01", "--share", "4/42"]
+    words = ["--data", data, "--model", encoder, "--device", "cpu", "--out", out]
+    words += ["--scale", "0.01", "--only", "trec 100 r-drop"]
     main([str(w) for w in words])
     runs = [json.loads(line) for line in out.read_text().splitlines()]
     assert [r["seed"] for r in runs] == [100] * (len(runs) - 3) + [0, 1, 2]

@@ -7,8 +7,8 @@ the accuracy on the validation set with a seed of their own (SEARCH); then seeds
 on the test set: clean, with words left out, with typing errors, with noise on the embeddings. "plain, 2x" is plain
 training with twice the steps, for the methods that cost twice as much.
 
-A run is a line of the file; runs that are in the file are not repeated. Several processes may work on one file, each on
-a share of the cells: --share 2/6.
+A run is a line of the file; runs that are in the file are not repeated. Several processes may work on one file: each
+takes the next cell that no other has in hand.
 
 Result: not measured yet, and quoted by no page.
 """
@@ -18,6 +18,7 @@ import copy
 import itertools
 import json
 import math
+import re
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -29,10 +30,12 @@ from methods import VALUES, Step, make_step
 from tasks import TASKS, Classifier, Example, Task, Words, accuracies, accuracy, load, model_folder
 
 import threepass
+from threepass.study.reproduce.records import locked
 
 SIZES: dict[str, int] = {"100": 120, "500": 310, "all": 900}  # training examples -> steps: 20, 10, 2 to 3 epochs
 RATES = {"100": (1e-4, 3e-4), "500": (1e-4, 3e-4), "all": (3e-5, 1e-4)}  # at 3e-5, 100 examples are too few steps
 SEARCH, SEEDS = 100, (0, 1, 2)
+SLOWEST_FIRST = ("freelb", "sam", "exact", "paper", "r-drop", "plain")
 BATCH, WEIGHT_DECAY, WARM_UP, CLIP = 16, 0.01, 0.1, 1.0
 
 
@@ -49,6 +52,14 @@ class Cell:
     def title(self) -> str:
         return self.method if self.longer == 1 else f"{self.method}, {self.longer}x"
 
+    @property
+    def name(self) -> str:
+        return f"{self.task} {self.size} {self.title}"
+
+    @property
+    def file_name(self) -> str:
+        return re.sub(r"[^\w-]+", "-", self.name)
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -63,11 +74,12 @@ class Setting:
 
 
 def cells() -> Iterator[Cell]:
-    """Small sets first: they are quick, and tell most."""
-    for size in SIZES:
-        for task in TASKS:
-            for method in VALUES:
+    """The longest first, so that several processes end at the same time."""
+    for size in reversed(SIZES):
+        for method in sorted(VALUES, key=SLOWEST_FIRST.index):
+            for task in TASKS:
                 yield Cell(task, size, method)
+        for task in TASKS:
             yield Cell(task, size, "plain", longer=2)
 
 
@@ -77,7 +89,10 @@ class Runs:
     def __init__(self, path: Path):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self.read()
+
+    def read(self) -> None:
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
         self.records = [json.loads(line) for line in lines]
 
     def find(self, setting: Setting) -> dict | None:
@@ -98,13 +113,19 @@ class Study:
         self.made: dict[tuple[str, str], tuple[Classifier, Step]] = {}
 
     def run(self) -> None:
-        index, of = map(int, self.args.share.split("/"))
-        for cell in list(cells())[index - 1 :: of]:
-            grid = itertools.product(RATES[cell.size], VALUES[cell.method])
-            searched = [self.result(Setting(cell, rate, value, SEARCH)) for rate, value in grid]
-            best = max(searched, key=lambda r: r["validation"])
-            for seed in SEEDS:
-                self.result(Setting(cell, best["rate"], best["value"], seed))
+        for cell in [cell for cell in cells() if self.args.only in cell.name]:
+            with locked(self.runs.path.with_name(f".{cell.file_name}.lock")) as mine:
+                if mine:
+                    self.runs.read()  # another process may have finished it
+                    self.finish(cell)
+
+    def finish(self, cell: Cell) -> None:
+        """The search of a cell, and its runs with what was chosen."""
+        grid = itertools.product(RATES[cell.size], VALUES[cell.method])
+        searched = [self.result(Setting(cell, rate, value, SEARCH)) for rate, value in grid]
+        best = max(searched, key=lambda r: r["validation"])
+        for seed in SEEDS:
+            self.result(Setting(cell, best["rate"], best["value"], seed))
 
     def result(self, setting: Setting) -> dict:
         """The record of a run, which is made if there is none."""
@@ -114,9 +135,10 @@ class Study:
                 raise SystemExit(f"the time is over; {len(self.runs.records)} runs are in {self.args.out}")
             record = setting.key | self.train(setting)
             self.runs.add(record)
-            told, cell = f"validation {record['validation']:.1f}", setting.cell
+            told = f"validation {record['validation']:.1f}"
             told += "" if record["test"] is None else f", test {record['test']['clean']:.1f}"
-            print(f"{cell.task} {cell.size} {cell.title} {setting.rate:g} {setting.value:g}: {told}", flush=True)
+            told += f", {record['seconds']:.0f} s"
+            print(f"{setting.cell.name} {setting.rate:g} {setting.value:g}: {told}", flush=True)
         return record
 
     def prepared(self, setting: Setting) -> tuple[Classifier, Step]:
@@ -196,8 +218,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--precision", choices=["float32", "bf16"], default="float32", help="bf16: by autocast")
     parser.add_argument("--out", type=Path, default=Path("results/fine-tuning/runs.jsonl"))
+    parser.add_argument("--only", default="", help="cells whose name contains this: 'trec 100' or 'exact'")
     parser.add_argument("--minutes", type=float, default=math.inf, help="no run is begun after so long")
-    parser.add_argument("--share", default="1/1", help="of the cells, for several processes")
     parser.add_argument(
         "--scale", type=float, default=1.0, help="of the steps; below 1 also few test examples: a trial"
     )

@@ -444,8 +444,9 @@ def bench(
     """Measure what a training step costs: three passes, plain training, and what is used today.
 
     Args:
-        suite: instead of one model, the list of the README: gpu or cpu; or large: resnet50, vit, gpt2 and convnext, of
-            the sizes that people train. What large has already written is not measured again.
+        suite: instead of one model, the list of the README: gpu or cpu; or gpu-more, other batches and precisions; or
+            large: resnet50, vit, gpt2 and convnext, of the sizes that people train. What large has already written is
+            not measured again.
         nets: of the suite large, these alone.
         prepare: of a suite, only compile, without times, into the caches on disk: for a GPU that others use.
         minutes: of the suite large, stop then, with what is done.

@@ -25,13 +25,15 @@ ON_CPU: dict[str, Any] = {"precision": "float32", "device": "cpu", "threads": 2,
 VIT_TINY = {"depth": 12}
 SUITES = {
     "gpu": (
+        Case("plain20", batch=128, precision="tf32", rounds=9),
+        Case("resnet18", batch=256, precision="tf32", rounds=9, methods=PEERS),
+        Case("vit", VIT_TINY, batch=256, precision="bf16", rounds=9, methods=PEERS),
+    ),
+    "gpu-more": (
         Case("mlp", batch=256, precision="tf32", **COMPILED),
-        Case("resnet18", batch=256, precision="tf32", **COMPILED),
         Case("resnet18", batch=256, precision="bf16", **COMPILED),
-        Case("vit", VIT_TINY, batch=256, precision="bf16", **COMPILED),
         Case("plain20", batch=128, precision="bf16", **COMPILED),
         Case("plain20", batch=1024, precision="bf16", **COMPILED),
-        Case("plain20", batch=128, precision="tf32", rounds=9),
     ),
     "cpu": (
         Case("encoder", batch=16, methods=PEERS, **ON_CPU),
