@@ -8,6 +8,7 @@ import torch
 from close import assert_close, plain_grads, restored
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import threepass
 from threepass.core.engine import Task, backward, forward
@@ -296,3 +297,33 @@ def test_pytorchs_kernels_compute_the_formulas(kind, affine, monkeypatch):
         found.append(terms + [f(d, s)[1:] for f in lin.third.values()])
     for native, formula in zip(*found, strict=True):
         torch.testing.assert_close(native, formula, rtol=1e-12, atol=1e-12)
+
+
+class _AsOnAGpu(TorchDispatchMode):
+    """CUDA's batch norm makes the scale's gradient like the scale: without a scale it fails, where a CPU's goes on."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.native_batch_norm_backward.default:
+            weight, (_, of_scale, of_shift) = args[2], args[9]
+            self.calls += 1
+            assert weight is not None or not (of_scale or of_shift)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norms_backward_gets_a_scale_wherever_a_gpu_needs_one(mode, affine):
+    model, x, y = (
+        image(nn.BatchNorm2d(3, affine=affine)).double(),
+        torch.randn(6, 2, 4, 4, dtype=D),
+        torch.arange(6) % 4,
+    )
+    plain = threepass.three_pass(copy.deepcopy(model), F.cross_entropy, x, y, alpha=0.3, mode=mode)
+    with _AsOnAGpu() as device:
+        watched = threepass.three_pass(model, F.cross_entropy, x, y, alpha=0.3, mode=mode)
+    assert device.calls > 1
+    assert_close(watched.grads, plain.grads, 1e-12)

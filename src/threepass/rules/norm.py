@@ -223,28 +223,28 @@ def _native_norm_at_input(
     dims, shape = channels(a)
     count = a.numel() // a.shape[1]
     mean, rstd = saved[:2] or torch.native_batch_norm(a, None, None, None, None, True, 0.0, eps)[1:]
+    w = torch.ones_like(rstd) if weight is None else weight  # on a GPU there is no sum x̂ z without a scale
 
-    def backward(z: Tensor, w: Tensor | None, *mask: bool) -> tuple[Tensor, ...]:
+    def backward(z: Tensor, *mask: bool) -> tuple[Tensor, ...]:
         """J (w z) and sum x̂ z, where the mask has a True for them."""
         return _aten.native_batch_norm_backward.default(z, a, w, None, None, mean, rstd, True, eps, mask)
 
     def weighted_jacobian(z: Tensor) -> Tensor:
-        return backward(z, weight, True, False, False)[0]
+        return backward(z, True, False, False)[0]
 
     def curve(d_a: Tensor, t: Tensor, of_scale: Tensor, *_: Any) -> Tensor:
         """of_scale: the gradient of w, which is sum x̂ d with d the error of u."""
         x_hat: Tensor = torch.native_batch_norm(a, None, None, None, None, True, 0.0, eps)[0]
-        j_t, sum_t = backward(t, None, True, True, False)[:2]
-        sums = (d_a * t).sum(dims), sum_t, of_scale if weight is None else of_scale * weight
-        of_d, of_t, of_g = ((z / count).view(shape) for z in sums)
-        return _curved(x_hat * of_d, (of_t, d_a), (of_g, j_t), -rstd.view(shape))
+        w_j_t, sum_t = backward(t, True, True, False)[:2]
+        of_d, of_t, of_w = ((z / count).view(shape) for z in ((d_a * t).sum(dims), sum_t, of_scale))
+        return _curved(x_hat * of_d, (of_t, d_a), (of_w, w_j_t), -rstd.view(shape))
 
     return Linearization(
         signal=a,
         push=weighted_jacobian,
         pull=weighted_jacobian,
         curve=curve,
-        grad={} if weight is None else {weight: lambda d, _: backward(d, None, False, True, False)[1]},
+        grad={} if weight is None else {weight: lambda d, _: backward(d, False, True, False)[1]},
         add={} if bias is None else {bias: lambda d: d.sum(dims)},
         third={}
         if weight is None
