@@ -18,7 +18,7 @@ from .table import Linearization, rule
 _aten = torch.ops.aten
 
 
-@rule(torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, reads="u", flat=True)
+@rule(torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, reads="u")
 def relu(u: Tensor, a: Tensor) -> Linearization:
     def masked(s: Tensor) -> Tensor:
         return _aten.threshold_backward.default(s, u, 0)
@@ -26,7 +26,7 @@ def relu(u: Tensor, a: Tensor) -> Linearization:
     return Linearization(push=masked, pull=masked, mix=lambda m, back: masked(m))
 
 
-@rule(_torch_compat.leaky_relu, _torch_compat.leaky_relu_, reads="u", flat=True)
+@rule(_torch_compat.leaky_relu, _torch_compat.leaky_relu_, reads="u")
 def leaky_relu(u: Tensor, a: Tensor, negative_slope: float = 0.01) -> Linearization:
     """The sign of u is that of a: pass 1 runs negative slopes as another function."""
 

@@ -24,7 +24,8 @@ from .._torch_compat import has_dispatch_modes
 from ..errors import CaptureError
 from ..numerics.precision import as_dtype
 from .linearity import commutes_with_tangent, is_affine
-from .table import has_symbolic_shape, is_user_defined, key_of
+from .names import is_user_defined, key_of
+from .table import has_symbolic_shape
 
 _no_forward_ad: set[Any] = set()
 _no_forward_ad_of_users: weakref.WeakSet[type] = weakref.WeakSet()  # a forward may define functions anew in each call

@@ -10,7 +10,7 @@ from torch import Tensor
 from .table import Linearization, Signal, rule
 
 
-@rule(Tensor.__getitem__, flat=True)
+@rule(Tensor.__getitem__)
 def getitem(u: Tensor, a: Tensor, index) -> Linearization | None:
     """u = a[index] for one vector of whole numbers (the ends of edges, say), or for slices, numbers, None and ... ."""
     if _is_basic(index):
@@ -31,7 +31,7 @@ def _placed(a: Tensor, index, r: Tensor) -> Tensor:
     return whole
 
 
-@rule(torch.index_select, Tensor.index_select, flat=True)
+@rule(torch.index_select, Tensor.index_select)
 def index_select(u: Tensor, a: Tensor, dim: int, index: Tensor) -> Linearization | None:
     return _selected(a, dim, index)
 
@@ -45,7 +45,7 @@ def _selected(a: Tensor, dim: int, index: Tensor) -> Linearization | None:
     )
 
 
-@rule(torch.gather, Tensor.gather, flat=True)
+@rule(torch.gather, Tensor.gather)
 def gather(u: Tensor, a: Tensor, dim: int, index: Tensor, sparse_grad: bool = False) -> Linearization:
     return Linearization(
         push=lambda t: t.gather(dim, index),
@@ -53,7 +53,7 @@ def gather(u: Tensor, a: Tensor, dim: int, index: Tensor, sparse_grad: bool = Fa
     )
 
 
-@rule(torch.index_add, Tensor.index_add, Tensor.index_add_, arity=4, flat=True)
+@rule(torch.index_add, Tensor.index_add, Tensor.index_add_, arity=4)
 def index_add(u: Tensor, a: Tensor, dim: int, index: Tensor, source: Tensor, alpha: float = 1) -> Linearization | None:
     if a.dim() == 0:
         return None
@@ -68,7 +68,7 @@ def index_add(u: Tensor, a: Tensor, dim: int, index: Tensor, source: Tensor, alp
     return Linearization(push=push, bend=pull)
 
 
-@rule(torch.scatter_add, Tensor.scatter_add, Tensor.scatter_add_, arity=4, flat=True)
+@rule(torch.scatter_add, Tensor.scatter_add, Tensor.scatter_add_, arity=4)
 def scatter_add(u: Tensor, a: Tensor, dim: int, index: Tensor, src: Tensor) -> Linearization | None:
     if src.shape != index.shape:  # only a part of src is read
         return None

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .table import key_of, name_of
+from .names import key_of, name_of
 
 
 class Linearity(Flag):
@@ -29,21 +29,22 @@ OPERATIONS = {  # by the name that the tape records, without the underscore of i
     "__getitem__": AFFINE, "__setitem__": AFFINE, "adaptive_avg_pool1d": LINEAR, "adaptive_avg_pool2d": LINEAR,
     "adaptive_avg_pool3d": LINEAR, "adaptive_max_pool1d": LINEAR, "adaptive_max_pool2d": LINEAR,
     "adaptive_max_pool3d": LINEAR, "add": IN_BOTH, "amax": AFFINE, "amin": AFFINE, "avg_pool1d": LINEAR,
-    "avg_pool2d": LINEAR, "avg_pool3d": LINEAR, "broadcast_to": AFFINE, "cat": LINEAR, "chunk": LINEAR,
-    "clamp": AFFINE, "clamp_max": AFFINE, "clamp_min": AFFINE, "clone": LINEAR, "col2im": AFFINE, "concat": LINEAR,
+    "avg_pool2d": LINEAR, "avg_pool3d": LINEAR, "broadcast_to": AFFINE, "cat": LINEAR, "chunk": LINEAR, "clamp": AFFINE,
+    "clamp_max": AFFINE, "clamp_min": AFFINE, "clone": LINEAR, "col2im": AFFINE, "concat": LINEAR,
     "concatenate": LINEAR, "constant_pad_nd": AFFINE, "contiguous": LINEAR, "copy": AFFINE, "cumsum": AFFINE,
     "diagonal": AFFINE, "double": AFFINE, "expand": AFFINE, "expand_as": AFFINE, "flatten": LINEAR, "flip": LINEAR,
     "float": AFFINE, "gather": AFFINE, "hardshrink": AFFINE, "hardsigmoid": AFFINE, "hardtanh": AFFINE,
-    "hstack": AFFINE, "index_select": AFFINE, "leaky_relu": LINEAR, "masked_fill": AFFINE, "max_pool1d": LINEAR,
-    "max_pool2d": LINEAR, "max_pool3d": LINEAR, "maximum": AFFINE, "mean": LINEAR, "minimum": AFFINE,
-    "moveaxis": AFFINE, "movedim": LINEAR, "narrow": AFFINE, "neg": LINEAR, "pad": AFFINE, "permute": LINEAR,
-    "pixel_shuffle": LINEAR, "pixel_unshuffle": LINEAR, "ravel": AFFINE, "relu": LINEAR, "relu6": AFFINE,
-    "repeat": AFFINE, "repeat_interleave": AFFINE, "reshape": LINEAR, "roll": AFFINE, "select": LINEAR,
-    "softshrink": AFFINE, "split": LINEAR, "split_with_sizes": AFFINE, "squeeze": LINEAR, "stack": LINEAR,
-    "sub": IN_BOTH, "sum": LINEAR, "swapaxes": AFFINE, "t": LINEAR, "tensor_split": AFFINE, "threshold": AFFINE,
-    "tile": AFFINE, "to": AFFINE, "transpose": LINEAR, "tril": AFFINE, "triu": AFFINE, "type_as": AFFINE,
-    "unbind": LINEAR, "unflatten": LINEAR, "unfold": LINEAR, "unsqueeze": LINEAR, "upsample_bilinear2d": AFFINE,
-    "upsample_nearest2d": LINEAR, "view": LINEAR, "view_as": LINEAR, "vstack": AFFINE, "where": AFFINE,
+    "hstack": AFFINE, "index_add": AFFINE, "index_select": AFFINE, "leaky_relu": LINEAR, "masked_fill": AFFINE,
+    "max_pool1d": LINEAR, "max_pool2d": LINEAR, "max_pool3d": LINEAR, "maximum": AFFINE, "mean": LINEAR,
+    "minimum": AFFINE, "moveaxis": AFFINE, "movedim": LINEAR, "narrow": AFFINE, "neg": LINEAR, "pad": AFFINE,
+    "permute": LINEAR, "pixel_shuffle": LINEAR, "pixel_unshuffle": LINEAR, "ravel": AFFINE, "relu": LINEAR,
+    "relu6": AFFINE, "repeat": AFFINE, "repeat_interleave": AFFINE, "reshape": LINEAR, "roll": AFFINE, "rsub": IN_BOTH,
+    "scatter_add": AFFINE, "select": LINEAR, "softshrink": AFFINE, "split": LINEAR, "split_with_sizes": AFFINE,
+    "squeeze": LINEAR, "stack": LINEAR, "sub": IN_BOTH, "sum": LINEAR, "swapaxes": AFFINE, "t": LINEAR,
+    "tensor_split": AFFINE, "threshold": AFFINE, "tile": AFFINE, "to": AFFINE, "transpose": LINEAR, "tril": AFFINE,
+    "triu": AFFINE, "type_as": AFFINE, "unbind": LINEAR, "unflatten": LINEAR, "unfold": LINEAR, "unsqueeze": LINEAR,
+    "upsample_bilinear2d": AFFINE, "upsample_nearest2d": LINEAR, "view": LINEAR, "view_as": LINEAR, "vstack": AFFINE,
+    "where": AFFINE,
 }
 PIECEWISE = {  # linear on each piece, so that the tangent is not the function of the tangent
     "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "leaky_relu", "max_pool1d", "max_pool2d",
@@ -71,7 +72,7 @@ def commutes_with_tangent(func: Any) -> bool:
 
 
 def _linearity(func: Any) -> Linearity:
-    if key_of(func) is not func:  # user-defined, whatever its name
+    if isinstance(func, type) or key_of(func) is not func:  # user-defined, whatever its name
         return Linearity(0)
     name = name_of(func)
     return OPERATIONS.get(name if name.endswith("__") else name.removesuffix("_"), Linearity(0))

@@ -11,7 +11,7 @@ from .activation import smooth
 from .table import Linearization, Signal, rule
 
 
-@rule(torch.add, Tensor.add, arity=2, flat=True)
+@rule(torch.add, Tensor.add, arity=2)
 def add(
     u: Tensor, a: Tensor | float, other: Tensor | float, *, alpha: float = 1, active: Sequence[int] = (0,)
 ) -> Linearization | None:
@@ -19,7 +19,7 @@ def add(
     return None if u.is_complex() else _weighted_sum(u, (a, other), (1, alpha), active)
 
 
-@rule(torch.sub, Tensor.sub, arity=2, flat=True)
+@rule(torch.sub, Tensor.sub, arity=2)
 def sub(
     u: Tensor, a: Tensor | float, other: Tensor | float, *, alpha: float = 1, active: Sequence[int] = (0,)
 ) -> Linearization | None:
@@ -27,7 +27,7 @@ def sub(
     return None if u.is_complex() else _weighted_sum(u, (a, other), (1, -alpha), active)
 
 
-@rule(torch.rsub, arity=2, flat=True)
+@rule(torch.rsub, arity=2)
 def rsub(
     u: Tensor, a: Tensor, other: Tensor | float, *, alpha: float = 1, active: Sequence[int] = (0,)
 ) -> Linearization | None:
@@ -198,7 +198,7 @@ def square(u: Tensor, a: Tensor) -> Linearization | None:
     return power(u, a, 2)
 
 
-@rule(torch.pow, Tensor.pow, Tensor.__pow__)
+@rule(torch.pow, Tensor.pow)
 def power(u: Tensor, a: Tensor, exponent: Tensor | float) -> Linearization | None:
     """f' = n aⁿ⁻¹, f'' = n (n - 1) aⁿ⁻² for a number n"""
     if isinstance(exponent, Tensor) or u.is_complex():

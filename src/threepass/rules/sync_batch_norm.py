@@ -18,8 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from ..kernels import norm
 from ..numerics.precision import accumulate_dtype
+from .names import key_of
 from .norm import affine_gradients, channels
-from .table import Linearization, key_of, rule
+from .table import Linearization, rule
 
 
 def is_synchronized(module: nn.Module) -> bool:

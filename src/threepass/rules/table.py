@@ -12,7 +12,6 @@ differentiate twice. A rule exists because a benchmark showed that it is faster.
 """
 
 import inspect
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,9 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_compat import OpOverload, OpOverloadPacket, overload_of
+from .linearity import is_affine
+from .names import IN_C, is_user_defined, key_of, name_of
+from .registration import check_operations, check_options, check_parameters
 
-IN_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)
+__all__ = [
+    "IN_C",
+    "Linearization",
+    "Rule",
+    "Signal",
+    "Tap",
+    "has_symbolic_shape",
+    "is_user_defined",
+    "key_of",
+    "name_of",
+    "registered",
+    "rule",
+    "rule_for",
+]
+
 Signal = list[Tensor | None]
 
 
@@ -127,8 +142,9 @@ def rule(
         reads: "a": the rule reads its arguments, and of u only shape and dtype; "u": it reads u, and of the first
             argument only shape and dtype (the mask of a ReLU can be read from either). A rule with "u" must accept
             every call.
-        flat: every result of the rule has a `pull` and no `curve`, or a `bend` that reads neither d nor t, so that
-            exact mode does not need the output's error.
+        flat: the operation is affine, or piecewise so, in all its active arguments together: a `pull` comes without a
+            `curve`, and a `bend` reads neither d nor t, so that exact mode does not need the output's error. Of
+            torch's own operations, those listed in `linearity.py` need not say so.
         tap: runs the call in pass 1 in place of the function, or returns None. The error d in the `Linearization` is
             then that of a, and pass 2 computes the weights' gradients; `curve` gets them after d and t. The rule must
             accept every call that its tap has run.
@@ -139,13 +155,18 @@ def rule(
     A rule with a keyword-only parameter `active` gets the positions of the arguments that depend on the input, and one
     with `saved` what its tap has saved.
     """
+    check_options(arity, reads)
+    check_operations(functions)
 
     def register(make: Make) -> Make:
         names = frozenset(inspect.signature(make).parameters)
         given = names & {"active", "saved"}
+        takes_active, takes_saved = "active" in given, "saved" in given
         for function in functions:
+            check_parameters(make, function)
+            is_flat = flat or is_affine(function)
             _RULES[key_of(function)] = Rule(
-                make, arity, reads, flat, tap, bilinear, names - given, several, "active" in given, "saved" in given
+                make, arity, reads, is_flat, tap, bilinear, names - given, several, takes_active, takes_saved
             )
         return make
 
@@ -161,44 +182,6 @@ def rule_for(func: Callable[..., Any]) -> Rule | None:
     return _RULES.get(func) or _RULES.get(key_of(func))
 
 
-def key_of(func: Any) -> Any:
-    """The key that an operation is registered under: the class of `Function.apply`, the packet of an overload."""
-    if isinstance(func, OpOverload):
-        return func.overloadpacket
-    if isinstance(func, torch.library.CustomOpDef):
-        return overload_of(func).overloadpacket
-    owner = getattr(func, "__self__", None)
-    return owner if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) else func
-
-
-_names: dict[Any, str] = {}  # of functions and methods that are written in C++: their names are fixed
-
-
-def name_of(func: Any) -> str:
-    """The operation's name, for messages."""
-    name = _names.get(func)
-    if name is None:
-        name = _find_name(func)
-        if isinstance(func, IN_C):
-            _names[func] = name
-    return name
-
-
-def _find_name(func: Any) -> str:
-    key = key_of(func)
-    if isinstance(key, OpOverloadPacket):
-        return str(key)
-    name = getattr(key, "__name__", str(key))
-    owner = getattr(key, "__self__", None)
-    return f"Tensor.{owner.__name__}" if name == "__get__" and owner is not None else name
-
-
 def has_symbolic_shape(z: Tensor) -> bool:
     """Whether a trace with dynamic shapes is at work on this tensor."""
     return any(isinstance(size, torch.SymInt) for size in z.shape)
-
-
-def is_user_defined(func: Any) -> bool:
-    """Whether an operation is user-defined: an `autograd.Function` or a custom op."""
-    key = key_of(func)
-    return isinstance(key, type) or (isinstance(key, OpOverloadPacket) and not str(key).startswith("aten."))

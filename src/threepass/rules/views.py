@@ -14,7 +14,7 @@ MOST = 64  # tensors that a rule joins at most; longer lists use the generic rul
 
 @rule(
     torch.reshape, Tensor.reshape, Tensor.view, torch.flatten, Tensor.flatten, torch.squeeze, Tensor.squeeze,
-    torch.unsqueeze, Tensor.unsqueeze, torch.unflatten, Tensor.unflatten, flat=True,
+    torch.unsqueeze, Tensor.unsqueeze, torch.unflatten, Tensor.unflatten,
 )  # fmt: skip
 def reshape(u: Tensor, a: Tensor, *shape, **names) -> Linearization | None:
     """The same entries in another shape."""
@@ -23,12 +23,12 @@ def reshape(u: Tensor, a: Tensor, *shape, **names) -> Linearization | None:
     return Linearization(push=lambda t: t.reshape(u.shape), pull=lambda r: r.reshape(a.shape))
 
 
-@rule(torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes, flat=True)
+@rule(torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes)
 def transpose(u: Tensor, a: Tensor, dim0: int, dim1: int) -> Linearization:
     return Linearization(push=lambda t: t.transpose(dim0, dim1), pull=lambda r: r.transpose(dim0, dim1))
 
 
-@rule(torch.permute, Tensor.permute, flat=True)
+@rule(torch.permute, Tensor.permute)
 def permute(u: Tensor, a: Tensor, *places, dims=None) -> Linearization:
     given = dims or (places[0] if places and isinstance(places[0], (tuple, list)) else places)
     order = [i % a.dim() for i in given]
@@ -36,7 +36,7 @@ def permute(u: Tensor, a: Tensor, *places, dims=None) -> Linearization:
     return Linearization(push=lambda t: t.permute(order), pull=lambda r: r.permute(back))
 
 
-@rule(torch.diagonal, Tensor.diagonal, flat=True)
+@rule(torch.diagonal, Tensor.diagonal)
 def diagonal(u: Tensor, a: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Linearization:
     def pull(r: Tensor) -> Tensor:
         return torch.diagonal_scatter(r.new_zeros(a.shape), r, offset, dim1, dim2)
@@ -44,12 +44,12 @@ def diagonal(u: Tensor, a: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
     return Linearization(push=lambda t: t.diagonal(offset, dim1, dim2), pull=pull)
 
 
-@rule(Tensor.expand, Tensor.expand_as, flat=True)
+@rule(Tensor.expand, Tensor.expand_as)
 def expand(u: Tensor, a: Tensor, *shape) -> Linearization:
     return Linearization(push=lambda t: t.expand(u.shape), pull=lambda r: r.sum_to_size(a.shape))
 
 
-@rule(Tensor.repeat, flat=True)
+@rule(Tensor.repeat)
 def repeat(u: Tensor, a: Tensor, *counts) -> Linearization:
     shape = [1] * (u.dim() - a.dim()) + list(a.shape)
     split = [n for size, whole in zip(shape, u.shape, strict=True) for n in (whole // max(size, 1), size)]
@@ -60,17 +60,17 @@ def repeat(u: Tensor, a: Tensor, *counts) -> Linearization:
     return Linearization(push=lambda t: t.repeat(*counts), pull=pull)
 
 
-@rule(torch.neg, Tensor.neg, flat=True)
+@rule(torch.neg, Tensor.neg)
 def neg(u: Tensor, a: Tensor) -> Linearization:
     return Linearization(push=torch.neg, pull=torch.neg)
 
 
-@rule(torch.sum, Tensor.sum, flat=True)
+@rule(torch.sum, Tensor.sum)
 def total(u: Tensor, a: Tensor, dim=None, keepdim: bool = False, *, dtype=None) -> Linearization:
     return _reduced(u, a, dim, 1.0)
 
 
-@rule(torch.mean, Tensor.mean, flat=True)
+@rule(torch.mean, Tensor.mean)
 def mean(u: Tensor, a: Tensor, dim=None, keepdim: bool = False, *, dtype=None) -> Linearization | None:
     return None if a.numel() == 0 else _reduced(u, a, dim, u.numel() / a.numel())
 
@@ -92,7 +92,7 @@ def _reduced(u: Tensor, a: Tensor, dim, factor: float) -> Linearization:
     return Linearization(push=push, pull=pull)
 
 
-@rule(torch.cat, torch.concat, torch.concatenate, arity=MOST, flat=True)
+@rule(torch.cat, torch.concat, torch.concatenate, arity=MOST)
 def cat(u: Tensor, tensors: Sequence[Tensor], dim: int = 0, *, active: Sequence[int] = (0,)) -> Linearization | None:
     if any(z.dim() != u.dim() for z in tensors):  # empty ones are left out
         return None
@@ -106,17 +106,17 @@ def cat(u: Tensor, tensors: Sequence[Tensor], dim: int = 0, *, active: Sequence[
     return _joined(u, tensors, lambda parts: torch.cat(parts, dim), pulls, active)
 
 
-@rule(torch.unbind, Tensor.unbind, flat=True, several=True)
+@rule(torch.unbind, Tensor.unbind, several=True)
 def unbind(u: Sequence[Tensor], a: Tensor, dim: int = 0) -> Linearization:
     return _divided(u, a, lambda t: t.unbind(dim), lambda parts: torch.stack(parts, dim))
 
 
-@rule(torch.chunk, Tensor.chunk, flat=True, several=True)
+@rule(torch.chunk, Tensor.chunk, several=True)
 def chunk(u: Sequence[Tensor], a: Tensor, chunks: int, dim: int = 0) -> Linearization:
     return _divided(u, a, lambda t: t.chunk(chunks, dim), lambda parts: torch.cat(parts, dim))
 
 
-@rule(_torch_compat.split, torch.split_with_sizes, Tensor.split_with_sizes, flat=True, several=True)
+@rule(_torch_compat.split, torch.split_with_sizes, Tensor.split_with_sizes, several=True)
 def split(u: Sequence[Tensor], a: Tensor, split_size: int | Sequence[int], dim: int = 0) -> Linearization:
     return _divided(u, a, lambda t: t.split(split_size, dim), lambda parts: torch.cat(parts, dim))
 
@@ -135,7 +135,7 @@ def _divided(
     return Linearization(push=push, bend=bend)
 
 
-@rule(torch.stack, arity=MOST, flat=True)
+@rule(torch.stack, arity=MOST)
 def stack(u: Tensor, tensors: Sequence[Tensor], dim: int = 0, *, active: Sequence[int] = (0,)) -> Linearization:
     pulls = [partial(torch.select, dim=dim, index=i) for i in range(len(tensors))]
     return _joined(u, tensors, lambda parts: torch.stack(parts, dim), pulls, active)
@@ -157,7 +157,7 @@ def _joined(
     return _linear(push, tensors, pulls, active)
 
 
-@rule(torch.where, arity=3, flat=True)
+@rule(torch.where, arity=3)
 def where(
     u: Tensor, condition: Tensor, a: Tensor | float, b: Tensor | float, *, active: Sequence[int] = (1,)
 ) -> Linearization:
