@@ -6,7 +6,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+import test_rules
+import torch
 from interpreter import interpreted, needs_triton
+from torch.nn import functional as F
+
+from threepass.rules import table
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-rule.md"
 
@@ -16,6 +21,20 @@ def write_files(folder: Path) -> None:
     for name, block in re.findall(r'```python title="([\w.]+)"\n(.*?)```', PAGE.read_text(), re.S):
         with (folder / name).open("a") as file:
             file.write(block + "\n\n")
+
+
+def test_the_rule_with_a_bend_fits_the_grid(tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "_RULES", dict(table._RULES))
+    write_files(tmp_path)
+    runpy.run_path(str(tmp_path / "softplus.py"))
+    row = F.softplus, (test_rules.r(4, 5),), [], []
+    m = test_rules.made(*row[:2])[1]
+    assert m.bend is not None
+    test_rules.test_push_is_the_jacobian(*row)
+    test_rules.test_pull_is_its_transpose(*row)
+    test_rules.test_curve_is_the_derivative_of_the_jacobian(*row)
+    error, (d,) = torch.randn(2, 1, 4, 5, dtype=torch.float64)
+    torch.testing.assert_close(m.bend([error[0]], [d], [None]), m.bend([error[0]], [None], [d]))
 
 
 @needs_triton

@@ -1,5 +1,6 @@
 """Fast rules: push is the Jacobian, pull its transpose, grad their derivative by the weight."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -113,7 +114,16 @@ EACH = pytest.mark.parametrize(("func", "args", "weights", "added"), [g[1:] for 
 def made(func, args) -> tuple[torch.Tensor, Linearization]:
     u = func(*args)
     keywords = getattr(func, "keywords", {})
-    return u, rule_for(getattr(func, "func", func)).make(u, *args, **keywords)
+    return u, with_pull_and_curve(rule_for(getattr(func, "func", func)).make(u, *args, **keywords))
+
+
+def with_pull_and_curve(m: Linearization) -> Linearization:
+    """The two parts of a `bend` of one argument: R{d} alone, and the error and the tangent alone."""
+    if m.pull is not None or m.bend is None:
+        return m
+    return dataclasses.replace(
+        m, pull=lambda r: m.bend([r], [None], [None])[0], curve=lambda d, t: m.bend([None], [d], [t])[0]
+    )
 
 
 @EACH
