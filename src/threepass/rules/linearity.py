@@ -72,7 +72,7 @@ def commutes_with_tangent(func: Any) -> bool:
 
 
 def _linearity(func: Any) -> Linearity:
-    if isinstance(func, type) or key_of(func) is not func:  # user-defined, whatever its name
+    if key_of(func) is not func:  # user-defined, whatever its name
         return Linearity(0)
     name = name_of(func)
     return OPERATIONS.get(name if name.endswith("__") else name.removesuffix("_"), Linearity(0))

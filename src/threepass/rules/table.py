@@ -164,7 +164,7 @@ def rule(
         takes_active, takes_saved = "active" in given, "saved" in given
         for function in functions:
             check_parameters(make, function)
-            is_flat = flat or is_affine(function)
+            is_flat = flat or (is_affine(function) and not is_user_defined(function))
             _RULES[key_of(function)] = Rule(
                 make, arity, reads, is_flat, tap, bilinear, names - given, several, takes_active, takes_saved
             )
