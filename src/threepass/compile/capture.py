@@ -62,7 +62,10 @@ class Captured:
         return None if self.graph is None else self.graph.bytes
 
     def overwrites(self, inputs: Any) -> bool:
-        """Whether a tensor in x or y shares memory with one that the program writes to: it reads inputs first."""
+        """Whether a tensor in x or y shares memory with one that the program writes to.
+
+        The program reads all of its inputs before it writes; an eager step may read them afterwards.
+        """
         written = self.program.written
         if not written:
             return False

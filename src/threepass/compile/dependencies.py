@@ -382,7 +382,7 @@ class Dependencies:
         module: nn.Module | None = None,
         whole: bool = False,
     ) -> None:
-        """The entries of a `__dict__`, or of the like of it; whole: a new one is a change too."""
+        """Watches the entries `chosen` of a `__dict__` or a similar mapping; whole: adding an entry is a change too."""
         compared, looks = [], self._looks(module)
         if whole:
             looks.sized.append(fields)

@@ -89,10 +89,12 @@ class Plan:
         compiled: the step is being traced; gradients are given in the parameters' own formats.
         separate: both terms are results of the step.
         half: the half-precision formats that operations ran in.
-        back: what backpropagation's gradients are still to be multiplied by; 1 where the errors carry the weight.
-        third: what the third pass's gradients are to be multiplied by.
+        back: the factor that backpropagation's gradients are multiplied by; 1 if the errors of pass 2 already include
+            this weight.
+        third: the factor that the third pass's gradients are multiplied by.
         error_unit: the power of two that keeps float16 errors from underflowing; 1 without float16.
-        error_scale: what every error is multiplied by: error_unit, and `back` where the errors carry it.
+        error_scale: the factor that every error is multiplied by: error_unit, times backpropagation's weight if the
+            errors include it.
         loss_error: the error of the loss, from which pass 2 starts.
         tangent_scale: t_0 is this times dl/dx.
         sample_weights: a further weight of backpropagation's term for each sample along dimension 0 (`samplewise.py`).

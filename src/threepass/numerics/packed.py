@@ -18,7 +18,7 @@ LARGE = 2**19  # numbers: to copy these takes longer than a kernel of their own 
 
 
 def together(f: Callable[..., Tensor], *terms: Sequence[Tensor]) -> list[Tensor]:
-    """f(a, b, ...) of each place in the lists of terms, where f goes element by element; on a GPU the small at once."""
+    """[f(a, b, ...) for a, b, ... in zip(*terms)], f elementwise; on a GPU, one call of f for many small tensors."""
     rows = list(zip(*terms, strict=True))
     groups: dict[tuple[torch.dtype, ...], list[int]] = {}
     for i, row in enumerate(rows):

@@ -88,7 +88,7 @@ def conv(u, a, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) -> 
 
 @functools.lru_cache(maxsize=4096)
 def _geometry(kernel: torch.Size, stride, padding, dilation, groups: int) -> Geometry | None:
-    """What the arguments of `conv` mean; it is a function of nothing else, so that it can be kept from call to call."""
+    """The arguments of `conv` as tuples of numbers; None for "same" padding that needs one more on one side. Cached."""
     each = partial(_per_dim, dims=len(kernel))
     dilation = each(dilation)
     if padding == "same":

@@ -212,7 +212,10 @@ def _is_native(a: Tensor, weight: Tensor | None) -> bool:
 
 
 def _nudged(weight: Tensor) -> Tensor:
-    """As `norm.not_zero`, by one launch: a scale of any other size than a tiny one's is the same after rounding."""
+    """The weight plus 1e-20, so that it is not zero: `norm.not_zero` in one kernel launch.
+
+    Rounding leaves every weight of ordinary size as it was.
+    """
     return weight + norm.TINY
 
 

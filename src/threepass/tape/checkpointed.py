@@ -36,7 +36,10 @@ from .signals import ActivationMeta, Storage
 
 
 class BlockError(Exception):
-    """Results of a block are read that it does not return alone: it has to be kept operation by operation."""
+    """A checkpointed function cannot be recorded as one operation: the step starts again, without blocks.
+
+    For example because later operations read more than one tensor that was computed inside it.
+    """
 
 
 @dataclass(slots=True, eq=False)

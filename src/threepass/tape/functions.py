@@ -28,7 +28,7 @@ _METADATA = frozenset(
 class Traits(NamedTuple):
     """What is known about a function from its name and type alone.
 
-    is_metadata  it tells the shape or the like of a tensor, and neither computes nor writes anything
+    is_metadata  it returns the shape or other metadata of a tensor, and neither computes nor writes anything
     body         for a torch function that is written in Python, the copy to run in its place (`python_body`)
     writes       by torch's naming conventions it writes to its first argument in place
     is_random    it may draw random numbers, whatever its arguments are; any user-defined operation may

@@ -13,7 +13,7 @@ _copy = to_copy.default
 
 
 def source(z: Any) -> Any:
-    """What a float32 copy was made from: our kernels make it themselves."""
+    """The bfloat16 tensor that z is a float32 copy of, otherwise z itself: our kernels read bfloat16 and convert it."""
     wide = isinstance(z, Node) and z.target is _copy and z.kwargs == {"dtype": torch.float32}
     return z.args[0] if wide and value_of(z.args[0]).dtype == torch.bfloat16 else z
 

@@ -1,12 +1,13 @@
 """GELU and its derivative with one exponential, for half formats.
 
-The framework takes erf and exp for themselves, and on a GPU that many operations take longer than the signals' bytes.
+PyTorch computes erf for GELU and exp for its derivative separately. On a GPU this arithmetic takes longer than reading
+and writing the half-precision tensors.
 With the polynomial q of Abramowitz and Stegun, 26.2.17, in s = 1 / (1 + p |a|),
 
     1 - Φ(|a|) = q(s) exp(-a² / 2)      to 7.5e-8 absolutely,
 
-the same exponential gives Φ and φ. A compiler that makes f and f' in one kernel takes it once. Relatively, far out in
-the tail (a < -4), it is about as near as a half format rounds.
+the same exponential gives Φ and φ, and a compiler that fuses f and f' into one kernel computes it once. Far out in the
+tail (a < -4) the relative error is about that of rounding to a half format.
 """
 
 import torch

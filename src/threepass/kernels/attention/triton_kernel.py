@@ -11,7 +11,7 @@ t_S and d_P less their means so far, so that nothing large cancels in the end.
 
 Blocks of all operands are padded to one width, PADDED: that of the wider of the two heads. With two widths the code for
 sm_90 can be wrong. An operand's address for a tensor core's product (wgmma) has the block's place in shared memory
-in its lower half, and its swizzle, which goes by the width, in its upper half. A block of k and a later one of v can
+in its lower half, and its swizzle, which depends on the width, in its upper half. A block of k and a later one of v can
 have the same place; where their upper halves differ, ptxas 12.8.93, which comes with Triton 3.6 and 3.7, may compute
 one of the two from a register that was never written. Products then read whatever lies there, or outside of memory.
 `tests/kernels/test_kernels_attention_code.py` looks for such reads.
