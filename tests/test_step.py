@@ -185,7 +185,7 @@ def test_gradients_that_are_only_looked_at_are_no_accumulation():
 def test_a_summed_loss_is_said_once(loss_fn):
     model, x, y = setting()
     step = threepass.ThreePass(model, loss_fn)
-    with pytest.warns(LossReductionWarning, match=r"a sum over the batch and not a mean.*8\^2 times") as caught:
+    with pytest.warns(LossReductionWarning, match=r"a sum over the batch, not a mean.*8\^2 times") as caught:
         step(x, y)
     assert [w.filename for w in caught if w.category is LossReductionWarning] == [__file__]
     step(x, y)
@@ -346,5 +346,5 @@ def test_an_alpha_that_nobody_chose_is_logged_once(caplog):
         threepass.ThreePass(model, F.cross_entropy)
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("threepass", "WARNING")
-    assert "neither strength nor alpha is given, so alpha is 0.1" in record.getMessage()
+    assert "neither strength nor alpha was given, so alpha is 0.1" in record.getMessage()
     assert inspect.signature(threepass.ThreePass).parameters["alpha"].default == 0.1

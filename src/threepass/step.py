@@ -42,9 +42,9 @@ Capture = Callable[[nn.Module], Call]  # what is captured in their place
 def _log_default_alpha() -> None:
     """Says once in a process that alpha has its default value, at which plain training's learning rate is too low."""
     logging.getLogger("threepass").warning(
-        "neither strength nor alpha is given, so alpha is 0.1, as in the paper: backpropagation's gradient counts a "
-        "tenth, and SGD at the learning rate of plain training takes steps a tenth as long. strength=0.1 keeps that "
-        "learning rate; alpha=0.1 says that this is meant."
+        "neither strength nor alpha was given, so alpha is 0.1, as in the paper. This multiplies backpropagation's "
+        "gradient by 0.1, so with SGD and the learning rate of plain training, updates are about a tenth as large. "
+        "Pass strength=0.1 to keep that learning rate, or alpha=0.1 if this is intended."
     )
 
 

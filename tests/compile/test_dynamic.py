@@ -227,9 +227,9 @@ def test_where_a_size_is_fixed_each_has_a_program(rows, caplog):
     assert len(step.compiled.programs) == 3
     (said,) = [text for text in caplog.messages if "a separate program is captured" in text]
     assert said == (
-        "a separate program is captured for each size of paper mode, float64[*, 4], int64[*], because the step turns "
-        "the sizes that change into Python numbers, as int() or len() does; "
-        "compute with .shape as it is"
+        "a separate program is captured for each size of paper mode, float64[*, 4], int64[*], because the step "
+        "converts every size that changes into a Python number, for example by int() or len(), so the program would be "
+        "right for these sizes alone; use z.shape[0] without converting it"
     )
 
 
@@ -302,7 +302,7 @@ def test_a_program_that_is_wrong_for_other_sizes_is_found_and_dropped(monkeypatc
     assert [entry.label for entry in step.compiled.programs.entries] == [
         f"paper mode, float64[{n}, 6], int64[{n}]" for n in (8, 4, 3)
     ]
-    assert any(", because the compiled step is wrong in" in text for text in caplog.messages)
+    assert any(", because the compiled step computes " in text for text in caplog.messages)
 
 
 @pytest.mark.usefixtures("graph_only")
@@ -332,7 +332,7 @@ def test_a_step_with_kernels_stays_static(as_on_a_gpu, caplog):
         for x, y in classified((64,), (8, 16, 24, 16)):
             step(x.float(), y)
     assert [program.captured.has_kernels for program in step.compiled.programs] == [True, True]
-    assert any("kernels of this library, which are made for fixed sizes" in text for text in caplog.messages)
+    assert any("kernels of threepass, which are compiled for fixed sizes" in text for text in caplog.messages)
 
 
 def test_guards_are_those_of_the_trace():

@@ -94,7 +94,7 @@ def test_states_that_never_come_again_stop_being_captured():
         table.watched.items = {"model.p": (float, float(i).hex())}
         done += table.calls("a")
     assert done == "cccceeeeee"
-    with pytest.warns(threepass.UncompiledWarning, match=r"keeps changing between calls, in model.p \(3.0, then 4.0\)"):
+    with pytest.warns(threepass.UncompiledWarning, match=r"keeps changing between calls: model.p \(3.0, then 4.0\)"):
         table.programs.eagerly(lambda: None, CPU)
     assert table.calls("aaa") == "crr"  # it came again
 

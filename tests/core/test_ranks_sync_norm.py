@@ -218,7 +218,7 @@ def test_compile_runs_eagerly_and_says_why(ranks):
     assert_same(found, twice(net(), *batch(), mode="exact"))
     assert len(messages) == 1
     for message in (messages[0], required):
-        assert "SyncBatchNorm exchanges sums between the ranks in every pass" in message
+        assert "SyncBatchNorm communicates between the ranks in every pass" in message
 
 
 def test_coverage_shows_its_rule(ranks):

@@ -34,7 +34,7 @@ def test_a_relu_net_is_advised_paper_mode():
 
 
 def test_a_loss_that_is_a_sum_is_said():
-    with pytest.warns(LossReductionWarning, match="a sum over the batch and not a mean"):
+    with pytest.warns(LossReductionWarning, match="a sum over the batch, not a mean"):
         threepass.advise(net(nn.ReLU()), nn.CrossEntropyLoss(reduction="sum"), X, Y)
 
 

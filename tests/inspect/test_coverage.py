@@ -56,7 +56,7 @@ def test_coverage_names_every_parameter_and_changes_nothing():
 def test_coverage_of_a_token_model():
     model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(12, 2))
     rows = {row.parameter: row for row in threepass.coverage(model, torch.randint(0, 7, (5, 3)))}
-    assert rows["0.weight"].operation == "(before the input)"
+    assert rows["0.weight"].operation == "(upstream of the input)"
     assert rows["2.weight"].rule == "fast"
 
 

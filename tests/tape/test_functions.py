@@ -202,7 +202,7 @@ def test_a_function_that_writes_in_place_is_known_by_its_name():
     torch.manual_seed(0)
     model, x, y = Net(4, 3).double(), torch.randn(5, 4).double(), torch.randint(3, (5,))
     model.function = Doubled
-    with pytest.raises(threepass.UnsupportedError, match="rename it to Doubled_, or let it return a new tensor"):
+    with pytest.raises(threepass.UnsupportedError, match="rename it to Doubled_, or return a new tensor"):
         threepass.three_pass(model, F.cross_entropy, x, y)
     model.function = Doubled_
     found = threepass.three_pass(model, F.cross_entropy, x, y, alpha=0.3)

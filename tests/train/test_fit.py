@@ -312,7 +312,7 @@ def test_a_config_of_another_type():
 
 
 def test_a_summed_loss_is_said(capsys):
-    with pytest.warns(LossReductionWarning, match="a sum over the batch and not a mean") as caught:
+    with pytest.warns(LossReductionWarning, match="a sum over the batch, not a mean") as caught:
         fit(simple(), data(), epochs=1, batch_size=10, loss_fn=nn.CrossEntropyLoss(reduction="sum"), lr=1e-3)
     assert [w.filename for w in caught if w.category is LossReductionWarning] == [__file__]
 

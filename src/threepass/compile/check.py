@@ -286,13 +286,13 @@ class Part:
         excess, i, figure = self.worst()
         what = self.name + (names[i] if i < len(names) else f"output {i}")
         if math.isinf(excess):
-            raise CaptureError(f"{what} of the compiled step is not finite, where the eager step's is")
+            raise CaptureError(f"{what} of the compiled step is not finite, but that of the eager step is")
         if excess > 1:
             ours, theirs = getattr(self.eager[i], figure), getattr(self.compiled[i], figure)
             raise CaptureError(
-                f"the compiled step is wrong in {what}, of shape {tuple(self.reference[i].shape)}: compared with a "
-                f"float64 reference, its {_WORDS[figure]} is {theirs:.1e}, and the eager step's is {ours:.1e}. Please "
-                "report this with your model: the compiler has a bug, or this check is too strict"
+                f"the compiled step computes {what}, of shape {tuple(self.reference[i].shape)}, incorrectly: compared "
+                f"with a float64 reference, its {_WORDS[figure]} is {theirs:.1e}, that of the eager step {ours:.1e}. "
+                "Please report this with your model: either the compiler has a bug, or this check is too strict"
             )
 
 

@@ -53,8 +53,8 @@ class SymbolicInputs:
         guards = Guards(self._mode.shape_env, self.inputs)
         if not guards.dynamic:
             raise CaptureError(
-                "the step turns the sizes that change into Python numbers, as int() or len() does; compute with .shape "
-                "as it is"
+                "the step converts every size that changes into a Python number, for example by int() or len(), so the "
+                "program would be right for these sizes alone; use z.shape[0] without converting it"
             )
         return guards
 

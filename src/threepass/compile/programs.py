@@ -266,8 +266,8 @@ class Programs(Generic[P]):
         log.info("the model or the loss changed again, %s: this step runs eagerly", changed)
         self.refuse(
             CaptureError(
-                f"the model or the loss keeps changing between calls, in {changed}, and each change would need a "
-                "program of its own. Keep what changes in a tensor, as a buffer, and write to it in place"
+                f"the model or the loss keeps changing between calls: {changed}. Every new value would have to be "
+                "captured again. Keep values that change in a buffer and write to it in place"
             ),
             "changing",
         )

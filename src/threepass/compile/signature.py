@@ -172,8 +172,8 @@ class Signature:
         registered = {z.data_ptr() for root in roots for z in (*root.parameters(), *root.buffers())}
         kind = UnsettledError if pointer in registered else CaptureError  # at first it is a view of a parameter
         return kind(
-            f"the step reads {path} and replaces it by another tensor; register it as a buffer, and write to it in "
-            "place"
+            f"the step reads {path} and assigns another tensor to it, but a captured program would continue to read "
+            "the old one. Register it as a buffer and write to it in place, as copy_() does"
         )
 
     @contextlib.contextmanager
@@ -209,9 +209,9 @@ def _none(item: Any) -> bool:
 
 def _unsettled(path: str, old: Any, new: Any) -> UnsettledError:
     return UnsettledError(
-        f"the step itself changes {path} (from {in_words(old)} to {in_words(new)}), which a captured program would not "
-        "repeat. Keep numbers that change in a buffer and write to it in place, or change them outside of the model "
-        "and the loss"
+        f"the step changes {path} while it runs (from {in_words(old)} to {in_words(new)}), but a captured program does "
+        "not run the Python code that does this. Keep numbers that change in a buffer and write to it in place, or "
+        "change them outside of the model and the loss"
     )
 
 

@@ -283,11 +283,13 @@ class CompiledSteps:
     def _refuse_surroundings(self) -> None:
         """Raises where a program cannot do what an eager step does."""
         if is_fully_sharded(self.model):
-            raise CaptureError("fully_shard gathers parameters and reduces gradients in hooks")
+            raise CaptureError(
+                "fully_shard gathers parameters and reduces gradients in hooks, which a captured program would not run"
+            )
         if has_synchronized_norm(self.model):
             raise CaptureError(
-                "SyncBatchNorm exchanges sums between the ranks in every pass; a rank that captures a program runs "
-                "the passes more often than the others, which would then wait for each other"
+                "SyncBatchNorm communicates between the ranks in every pass. Capturing a program runs extra passes, so "
+                "a rank that captures while another does not would deadlock"
             )
         if number_of_dispatch_modes():
             raise CaptureError("a TorchDispatchMode is active, which would not see the operations of a compiled step")
@@ -299,7 +301,7 @@ class CompiledSteps:
 
         def make(varying: Dimensions) -> Step:
             if any(step.captured.has_kernels for step in self.programs):
-                raise CaptureError("the step has kernels of this library, which are made for fixed sizes")
+                raise CaptureError("the step uses kernels of threepass, which are compiled for fixed sizes")
             return self._captured(flat, spec, call, frozenset((i + len(fixed), k) for i, k in varying))
 
         def serves(step: Step) -> bool:

@@ -242,8 +242,8 @@ def forward(
         output = model(*x) if isinstance(x, tuple) else model(**x) if isinstance(x, Mapping) else model(x)
         loss = task.loss_fn(output, y)
     if not tape.inputs:
-        where = "no embedding" if input_at is None else f"the module that input_at={input_at!r} names never"
-        raise ValueError(f"{where} ran, so there is no input to differentiate with respect to")
+        reason = "no embedding was called" if input_at is None else f"input_at={input_at!r}: this module was not called"
+        raise ValueError(f"{reason} in the forward pass, so there is no input to differentiate with respect to")
     check(loss)
     if tape.is_active(loss):
         tape.check_recorded("loss_fn", loss)
@@ -424,7 +424,7 @@ def _times_ones(scale: Scale, z: Tensor) -> Tensor:
 
 def check_hooks(tape: Record, advice: str) -> None:
     if any(op.hooked_errors for op in tape.operations):
-        tape.problem("register_hook", "a tensor's hook changes its error", advice)
+        tape.problem("register_hook", "a hook on a tensor changes its gradient", advice)
 
 
 def _input_loss(

@@ -33,7 +33,8 @@ class AccumulationWatch:
         updated = before is not None and (now is None or now[0] != before[0])
         if updated and accumulated > 1 and not self._has_warned:
             self._has_warned = True
-            _warn_of_accumulation(accumulated, "the update is their sum, and with alpha the third term has the weight")
+            effect = "the update uses the sum of their gradients instead of the mean, and with alpha= the third term"
+            _warn_of_accumulation(accumulated, effect)
 
     def after_call(self, parameters: Iterable[nn.Parameter]) -> None:
         self._after = self._versions(parameters)
@@ -60,7 +61,7 @@ class BackwardWatch:
         updated = p is not None and self._version is not None and p._version != self._version
         if updated and self.losses > 1 and not self._has_warned:
             self._has_warned = True
-            _warn_of_accumulation(self.losses, "with alpha the third term has the weight")
+            _warn_of_accumulation(self.losses, "with alpha= the third term")
 
     def follow(self, loss: Tensor, parameters: Iterable[nn.Parameter]) -> None:
         """Counts the loss when its backward pass runs."""
@@ -82,8 +83,9 @@ def _trained(parameters: Iterable[nn.Parameter]) -> nn.Parameter | None:
 
 def _warn_of_accumulation(calls: int, effect: str) -> None:
     warn_caller(
-        f"the gradients of {calls} calls were accumulated for one update without batch_size, so that each call counted "
-        f"as a whole batch: {effect} of a small batch. Pass batch_size=, the number of samples in all {calls} calls",
+        f"the gradients of {calls} calls were accumulated for one update without batch_size=, so each call was treated "
+        f"as a whole batch: {effect} is weighted for the size of one call's batch. Pass batch_size=, the number of "
+        f"samples in all {calls} calls together",
         AccumulationWarning,
     )
 
@@ -114,15 +116,15 @@ def warn_of_sum(
     if samples > 1 and one and abs(doubled / one - 2) < 1e-3:
         warn_once(
             model,
-            "loss_fn is a sum over the batch and not a mean, so that the third term grows with the number of samples "
-            f'(by penalty="l2", it is {samples}^2 times as strong for this batch): use reduction="mean", or divide by '
-            "the number of samples",
+            "loss_fn is a sum over the batch, not a mean, so the third term grows with the batch size "
+            f'(with penalty="l2" it is {samples}^2 times as large for this batch). Use reduction="mean", or divide the '
+            "loss by the number of samples",
             LossReductionWarning,
         )
 
 
 def warn_of_masks(model: nn.Module, x: Any) -> None:
-    """Warns if a floating-point mask beside tokens is taken for the input."""
+    """Warns if the loss is differentiated with respect to a floating-point mask that comes with tokens."""
     named = x.items() if isinstance(x, Mapping) else enumerate(x) if isinstance(x, tuple) else ()
     tensors = {name: z for name, z in named if isinstance(z, Tensor)}
     tokens = any(not z.is_floating_point() for z in tensors.values())
@@ -132,9 +134,10 @@ def warn_of_masks(model: nn.Module, x: Any) -> None:
     if masks:
         warn_once(
             model,
-            f"x[{masks[0]!r}] is a floating-point mask, and floating-point entries of x count as the input, so that "
-            "gradients are taken with respect to the mask. Convert it to bool or integers, or name the input: an entry "
-            'of x, as in wrt="features", or the module whose output it is, as in input_at="embeddings"',
+            f"x[{masks[0]!r}] is a floating-point mask. Every floating-point entry of x is treated as an input, so the "
+            "loss is differentiated with respect to the mask. Convert it to bool or an integer dtype, or name the "
+            'input: an entry of x, as in wrt="features", or the module whose output is the input, as in '
+            'input_at="embeddings"',
             MaskWarning,
         )
 

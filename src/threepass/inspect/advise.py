@@ -175,25 +175,29 @@ def _gradient_ratio(r: Result) -> float:
 def _about_mode(mode: str, norms: tuple[str, ...], activations: tuple[str, ...], cosine: float) -> list[str]:
     measured = f"on this batch the cosine of paper mode's third pass with the exact one is {cosine:.2f}"
     if norms:
-        falls = ", and often falls as a net with norms learns" if cosine >= ENOUGH else ""
+        falls = ", and often falls during training of a net with norms" if cosine >= ENOUGH else ""
         return [f"the model has {', '.join(norms)}, whose curvature paper mode leaves out; {measured}{falls}"]
     if mode == "exact":
-        return [f"{measured}, below {ENOUGH}: paper mode would point elsewhere than the gradient of the input loss"]
+        return [f"{measured}, below {ENOUGH}: paper mode's third pass is far from the gradient of the input loss"]
     if activations:
         return [
-            f"the model has no norms, but {', '.join(activations)}, and {measured}; it can fall during training: ask "
-            "again after an epoch or two"
+            f"the model has no norms but smooth operations ({', '.join(activations)}); {measured}; the cosine can fall "
+            "during training: call advise again after an epoch or two"
         ]
     return [
         "the model has neither norms nor smooth activations: such nets trained well in paper mode, which costs less, "
-        f"also where its third pass was not the exact one (docs/choose.md); {measured}"
+        f"even with a low cosine between the two modes' third passes (docs/choose.md); {measured}"
     ]
 
 
 def _about_strength(strength: float, ratio: float) -> str:
     if not 0 < ratio < math.inf:
-        return f"the ratio of the two gradients is {ratio:g} on this batch, so strength is the usual first value"
-    return f"at strength {strength:g} the third pass comes to {strength * ratio:.2g} of backpropagation's gradient norm"
+        return (
+            f"the gradient norm of the third pass, relative to backpropagation's, is {ratio:g} on this batch, so no "
+            f"strength can be derived from it; {strength:g} is the default"
+        )
+    size = f"{strength * ratio:.2g} times that of backpropagation"
+    return f"at strength {strength:g} the gradient norm of the third pass is {size}"
 
 
 def _step_seconds(model, loss_fn, x, y, input_at: str | None) -> dict[str, float]:

@@ -107,8 +107,8 @@ def _rows(model: nn.Module, tape: Record, operations: list[Operation]) -> tuple[
     for source, _, _ in tape.inputs:
         for p in _parameters_of(source) if source.requires_grad else ():
             if p in uses:
-                why = "lies before the input: backpropagation's gradient, in exact mode the input loss's too"
-                uses[p].append(Row(names[p], "(before the input)", "generic", why))
+                why = "gets backpropagation's gradient, and in exact mode that of the input loss too"
+                uses[p].append(Row(names[p], "(upstream of the input)", "generic", why))
     for p, rows in uses.items():
         if not rows:
             why = "no operation that leads to the output uses it" if p.requires_grad else "frozen"

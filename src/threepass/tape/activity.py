@@ -44,8 +44,8 @@ class ActivityTracker(FunctionInterceptor):
         if self._lookup(z) is None and storage_of(z) not in self._aliased:
             self.problem(
                 name,
-                f"comes from {_producer(z)}, which torch function modes do not intercept (TorchScript, vmap "
-                "and others of torch.func, an extension)",
+                f"its result was computed by {_producer(z)}, which torch function modes do not intercept (TorchScript, "
+                "vmap and other torch.func transforms, an extension)",
                 "write it in plain PyTorch",
             )
 
@@ -72,9 +72,11 @@ class ActivityTracker(FunctionInterceptor):
             return self._register(z)
         self.problem(
             name_of(func),
-            f"its argument comes from {_producer(z)}, which torch function modes do not intercept (TorchScript, vmap "
-            "and others of torch.func, an extension), or from an earlier call",
-            "run that part as plain PyTorch, wrap it as an autograd.Function or a custom op, or detach what is old",
+            f"one of its arguments was computed by {_producer(z)}, which was not recorded: torch function modes do not "
+            "intercept it (TorchScript, vmap and other torch.func transforms, an extension), or it ran in an earlier "
+            "call",
+            "run that part as plain PyTorch, or wrap it as an autograd.Function or a custom op; detach tensors of "
+            "earlier calls",
         )
         return None
 

@@ -308,8 +308,8 @@ class Record(ActivityTracker):
         module = self.path[-1] if self.path else ""
         op = Operation(func, recorded, spec, known, weights, module, autocast, rng, rule, written)
         if written and not writes and any(i in written for i, _ in (*active, *weights)):
-            reason = "writes to its arguments in place, which its name does not say"
-            self.problem(op.name, reason, f"rename it to {op.name}_, or let it return a new tensor instead")
+            reason = "modifies an argument in place, but its name does not end in an underscore"
+            self.problem(op.name, reason, f"rename it to {op.name}_, or return a new tensor instead")
         if known:
             self._storages.add_operation(op, has_constants=len(tensors) > len(active) + len(weights))
         self._append(op, outputs, tap)

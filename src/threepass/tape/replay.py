@@ -37,7 +37,10 @@ def refusing_random_numbers_in_trace(what: str) -> Iterator[None]:
     before = _draws(mode)
     yield
     if _draws(mode) != before:
-        raise CaptureError(f"{what} draws random numbers inside, and a later pass needs the same ones again")
+        raise CaptureError(
+            f"{what} draws random numbers; the step has to draw the same numbers again later, by restoring the random "
+            "state, and that cannot be captured"
+        )
 
 
 def _draws(mode: Any) -> int:
