@@ -230,7 +230,7 @@ def test_robustness_of_runs_is_measured_and_reported(own_folder, capsys):
     assert main(["report", "runs/a", "--out", "page.html"]) == 0
     assert "Accuracy under PGD" in (own_folder / "page.html").read_text()
     assert main(["robustness", "runs/b"]) == 1
-    assert "runs/b holds no run" in capsys.readouterr().err
+    assert "runs/b contains no run" in capsys.readouterr().err
     assert main(["train", "--resume", "runs/a", "--epochs", "2"]) == 0
     assert main(["report", "runs/a", "--out", "page.html"]) == 0
     page = (own_folder / "page.html").read_text()
@@ -326,7 +326,7 @@ def test_data_says_what_is_there(capsys):
         (["train", "--compile", "maybe"], 2, 'Choose from: "require"'),
         (["train", "--lr", "-1"], 2, "lr must be positive, got -1.0"),
         (["report"], 2, "RUNS requires an argument"),
-        (["train", "--resume", "runs/none"], 1, "holds no run"),
+        (["train", "--resume", "runs/none"], 1, "contains no run"),
         (["fly"], 2, 'Unknown command "fly". Available commands: compare, train'),
         (["train", "--data", "minst"], 1, "did you mean mnist?"),
         (["train", "--data", "mine.npz"], 1, "there is no file mine.npz"),

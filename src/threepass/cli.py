@@ -234,8 +234,8 @@ def train(
 
     Args:
         name: of the run; default: MODEL-DATA. An existing run is never overwritten.
-        resume: go on with the run in this folder, by its own settings; --epochs with a larger number extends it.
-        keep_going: train on when the loss is not finite, instead of stopping with exit code 3.
+        resume: continue the run in this folder with its own settings; a larger number of --epochs extends it.
+        keep_going: continue training when the loss is not finite, instead of stopping with exit code 3.
     """
     from .train.ranks import joined
     from .train.runs import Run, find_device
@@ -243,7 +243,7 @@ def train(
     run = task.run(config)
     if resume is not None:
         if "name" in given:
-            raise ValueError("--name is for a new run, and --resume goes on with an old one: leave one out")
+            raise ValueError("--name names a new run, and --resume continues an existing one: pass only one of them")
         values = {**vars(config), **vars(run)}
         run = Run.read(resume).resumed({flag: values[flag] for flag in given & values.keys()})
     chosen = {} if resume is not None else recipes.train_defaults(task.model, task.data, _own(given, config.optimizer))
@@ -309,7 +309,7 @@ def compare(
         strengths: one method each, in the config's mode.
         seeds: runs of every method.
         name: of the folder; default: compare-MODEL-DATA. An existing one is never overwritten.
-        resume: go on with the comparison in runs/NAME; give the same flags again.
+        resume: continue the comparison in runs/NAME; give the same flags again.
     """
     from .study import compare as study
     from .train.runs import norms_of

@@ -65,10 +65,10 @@ class DivergedError(ArithmeticError):
             where = f"training loss at step {self.step} (epoch {epoch}, batch {batch + 1})"
         reason = "training diverged. Lower the learning rate or the strength"
         if self.step == 1:
-            reason = "that is before the first update. Look for NaN or infinity in the data and in the initial weights"
+            reason = "this is before the first update. Look for NaN or infinity in the data and in the initial weights"
         if bad_data is not None:
-            reason = f"{bad_data}. Leave out or repair such samples"
-        super().__init__(f"the {where} is not finite: {reason}; keep_going=True (--keep-going) trains on regardless")
+            reason = f"{bad_data}. Remove or fix these samples"
+        super().__init__(f"the {where} is not finite: {reason}. To continue anyway: keep_going=True (--keep-going)")
 
 
 class LeftOutWarning(UserWarning):

@@ -123,7 +123,7 @@ def test_interrupted_comparison_goes_on_to_the_same_numbers(made, data, tmp_path
     arguments = (data, net, CONFIG, VARIANTS, 2, tmp_path / "part")
     with pytest.raises(KeyboardInterrupt):
         compare(*arguments, say=said.append, **FEW)
-    with pytest.raises(ValueError, match="begun with other settings of config, seeds"):
+    with pytest.raises(ValueError, match="with other values of config, seeds: use those it was started with"):
         compare(data, net, Config(epochs=3), VARIANTS, 1, tmp_path / "part", resume=True, **FEW)
     assert compare(*arguments, resume=True, say=said.append, **FEW) == tmp_path / "part"
     assert calls == ["seed-0", "seed-0", "seed-1", "seed-1", "seed-1"]  # two complete runs are not repeated
@@ -139,7 +139,7 @@ def test_a_diverged_run_is_recorded_and_left_out(data, tmp_path):
     out = compare(data, net, settings, [two_passes(), wild], 1, tmp_path / "wild", say=said.append, **FEW)
     result = json.loads((out / wild.folder / "seed-0" / "result.json").read_text())
     assert result["status"] == "diverged"
-    assert result["epochs"] < 3  # it does not go on with NaN
+    assert result["epochs"] < 3  # it does not continue with NaN
     assert "diverged in epoch 1" in said[1]
     page = (out / "report.html").read_text()
     assert "strength 1, paper: 1 of 1 run diverged" in page

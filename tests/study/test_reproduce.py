@@ -198,7 +198,7 @@ def test_the_time_limit_stops_in_the_middle_of_a_run_and_the_next_call_goes_on(d
     with monkeypatch.context() as patch:
         patch.setattr(runner, "Clock", Soon)
         assert not runner.train_missing(jobs, tmp_path / "parts", place, 1.0, said.append)
-    assert any("the same command goes on with it" in line for line in said)
+    assert any("the same command continues it" in line for line in said)
     folder = tmp_path / "parts" / "unfinished" / jobs[0].key
     assert (folder / "checkpoint" / "state.json").exists()
     assert (folder / "run.json").exists()

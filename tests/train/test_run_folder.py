@@ -22,7 +22,7 @@ SHORT = {"epochs": 2, "batch_size": 10, "alpha": 0.5, "lr": 0.05}
 def test_a_run_is_not_overwritten(tmp_path):
     fit(simple(), data(), folder=tmp_path / "run", **SHORT)
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    with pytest.raises(FileExistsError, match=r"run holds a run already: resume=True \(threepass train --resume"):
+    with pytest.raises(FileExistsError, match=r"run already contains a run: pass resume=True \(threepass train"):
         fit(simple(), data(), folder=tmp_path / "run", **SHORT)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
@@ -39,14 +39,14 @@ def test_more_epochs_extend_a_run(tmp_path):
     fit(simple(), data(), folder=tmp_path, **SHORT)
     longer = fit(simple(), data(), folder=tmp_path, resume=True, epochs=4)
     assert_same(longer, fit(simple(), data(), **SHORT | {"epochs": 4}))
-    with pytest.raises(ValueError, match="epochs is 3, and the run is in epoch 4 already"):
+    with pytest.raises(ValueError, match="epochs is 3, but the run has already reached epoch 4"):
         fit(simple(), data(), folder=tmp_path, resume=True, epochs=3)
 
 
 def test_a_schedule_that_is_stretched_is_said(tmp_path):
     fit(simple(), data(), folder=tmp_path, schedule="cosine", **SHORT)
     with pytest.warns(
-        UserWarning, match="4 epochs in place of 2: schedule now depend.* on the new length, from epoch 3 on"
+        UserWarning, match="4 epochs instead of 2: schedule now depend.* on the new length, from epoch 3 on"
     ):
         fit(simple(), data(), folder=tmp_path, resume=True, epochs=4)
 

@@ -270,7 +270,7 @@ OPTIMIZER = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
         ({"gamma": 0.2, "schedule": "cosine"}, 'gamma needs schedule="step"'),
         ({"schedule": "step", "milestones": (0.5, 5)}, "must all be fractions of the run"),
         ({"schedule": "step", "milestones": (100, 150)}, "first milestone is epoch 100 and the run has 10 epochs"),
-        ({"optimizer": "adam", "momentum": 0.5}, "momentum is that of sgd"),
+        ({"optimizer": "adam", "momentum": 0.5}, "momentum is used by sgd alone"),
         ({"input_at": "nosuch"}, "input_at='nosuch' names no module of the model; it has: 0, 1, 2, 3"),
     ],
 )
@@ -290,7 +290,7 @@ def test_resume_refuses_other_settings_and_missing_checkpoints(tmp_path):
     with pytest.raises(ValueError, match="resume needs the folder"):
         fit(simple(), data(), resume=True)
     fit(simple(), data(), folder=tmp_path, epochs=1, batch_size=10)
-    with pytest.raises(ValueError, match="other settings of lr: resume it with its own"):
+    with pytest.raises(ValueError, match="cannot resume the run with other values of lr: use those it was"):
         fit(simple(), data(), folder=tmp_path, resume=True, epochs=2, batch_size=10, lr=0.2)
 
 

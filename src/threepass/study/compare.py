@@ -435,7 +435,8 @@ def _begin(out: Path, now: dict[str, Any], resume: bool) -> None:
     keys = ("data", "model", "config", "variants", "seeds", "sigmas", "radii")
     changed = [k for k in keys if before.get(k) != json.loads(json.dumps(now[k]))]
     if changed:
-        raise ValueError(f"{out} was begun with other settings of {', '.join(changed)}: resume it with its own")
+        names = ", ".join(changed)
+        raise ValueError(f"cannot resume {out} with other values of {names}: use those it was started with")
 
 
 def _in_words(result: dict[str, Any]) -> str:

@@ -143,7 +143,7 @@ def gather(folders: Sequence[Path]) -> Study:
                 )
         else:
             raise FileNotFoundError(
-                f"{folder} holds no run: there is neither compare.json nor metrics.jsonl in it; {_what_to_give(folder)}"
+                f"{folder} contains no run (neither compare.json nor metrics.jsonl): {_what_to_give(folder)}"
             )
     study.loose = _grouped(single, study.notes)
     study.groups += study.loose
@@ -174,7 +174,7 @@ def gather(folders: Sequence[Path]) -> Study:
 
 
 def _what_to_give(folder: Path) -> str:
-    """Instead of a folder that holds no run: one of that name in runs/, or the runs inside of it."""
+    """What to pass instead of a folder that contains no run: one of that name in runs/, or the runs inside of it."""
     near = Path("runs") / folder
     if near.is_dir() and near != folder:
         return f"did you mean {near}?"

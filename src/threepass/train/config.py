@@ -151,12 +151,12 @@ class Config:
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)!r}")
         if self.sam and (self.alpha != 1 or self.strength is not None):
-            raise ValueError("sam takes the place of the third pass: give alpha 1 and no strength with it")
+            raise ValueError("sam replaces the third pass: set alpha to 1, and leave strength out")
         if self.eta_over_alpha and (self.alpha == 0 or self.strength is not None):
             raise ValueError("eta_over_alpha divides by alpha: give an alpha above 0, and no strength")
         self._check_schedule()
         if self.optimizer != "sgd" and self.momentum != Config.momentum:
-            raise ValueError(f"momentum is that of sgd, and optimizer is {self.optimizer!r}: leave momentum out")
+            raise ValueError(f"momentum is used by sgd alone, but optimizer is {self.optimizer!r}: leave momentum out")
 
     def _check_types(self) -> None:
         """Settings read from files or given in Python may be of any type."""

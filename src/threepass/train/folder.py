@@ -126,8 +126,8 @@ def created(path: Path, numbered: bool = False) -> Iterator[RunFolder]:
     with locked(path):
         if holds_run(path):
             raise FileExistsError(
-                f"{path} holds a run already: resume=True (threepass train --resume {path}) continues it, "
-                "and another folder gets a run of its own"
+                f"{path} already contains a run: pass resume=True (threepass train --resume {path}) to continue it, or "
+                "choose another folder"
             )
         folder = RunFolder(path)
         try:

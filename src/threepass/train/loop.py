@@ -76,7 +76,7 @@ def fit(
             The inputs of a DataSet, not those of loaders, are standardised: the model takes `data.standardised(x)`.
         config: the settings.
         folder: where metrics (JSON lines, TensorBoard) and checkpoints go; none: nothing is written. A folder that
-            holds a run is refused unless `resume` is set, and so is one that another process trains in.
+            contains a run is refused unless `resume` is set, and so is one that another process trains in.
         resume: go on from the folder's checkpoint, by the settings in it; a larger `epochs` extends the run.
         loss_fn: `loss_fn(output, y)`, a mean over the batch; default: the mean squared error for floating-point
             targets, else cross-entropy with the config's label smoothing.
@@ -117,7 +117,7 @@ def _run_in(folder: Path, trainer: Trainer, run: Callable[[], History], resume: 
         try:
             return run()
         except (KeyboardInterrupt, SystemExit):
-            print(f"stopped {trainer.where}; go on with fit(..., folder={str(folder)!r}, resume=True)")
+            print(f"stopped {trainer.where}; continue with fit(..., folder={str(folder)!r}, resume=True)")
             raise
 
 

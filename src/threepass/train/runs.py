@@ -91,7 +91,7 @@ class Run:
         if not (folder / "run.json").exists():
             near = Path("runs") / folder
             hint = f": did you mean {near}?" if (near / "run.json").exists() else ""
-            raise FileNotFoundError(f"{folder} holds no run: there is no run.json in it{hint}")
+            raise FileNotFoundError(f"{folder} contains no run: run.json is missing{hint}")
         file = folder / "run.json"
         about = read_object(file, KEYS)
         config = Config.from_dict(about["config"], file)

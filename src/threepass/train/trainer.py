@@ -330,15 +330,15 @@ class Trainer:
         changed = saved.differing(self.config)
         if refused := [name for name in changed if name not in RESUME_MAY_CHANGE]:
             raise ValueError(
-                f"the run was made with other settings of {', '.join(refused)}: resume it with its own "
-                f"(only {', '.join(RESUME_MAY_CHANGE)} may change)"
+                f"cannot resume the run with other values of {', '.join(refused)}: use those it was started with (only "
+                f"{', '.join(RESUME_MAY_CHANGE)} may change)"
             )
         begun = self.epoch + (self.done > 0)
         if self.config.epochs < begun:
-            raise ValueError(f"epochs is {self.config.epochs}, and the run is in epoch {begun} already")
+            raise ValueError(f"epochs is {self.config.epochs}, but the run has already reached epoch {begun}")
         if "epochs" in changed and (stretched := saved.depends_on_epochs):
             warn_caller(
-                f"the run goes on with {self.config.epochs} epochs in place of {saved.epochs}: {', '.join(stretched)} "
+                f"the run continues with {self.config.epochs} epochs instead of {saved.epochs}: {', '.join(stretched)} "
                 f"now depends on the new length, from epoch {self.epoch + 1} on, so that the learning rate or alpha "
                 "jumps there",
                 UserWarning,

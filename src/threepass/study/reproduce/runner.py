@@ -105,7 +105,7 @@ def train_missing(
                 say(f"runs on {run.data} are left out: {error}")
                 continue
             except OutOfTime:
-                say(f"stopped in {job.title}: the same command goes on with it")
+                say(f"stopped in {job.title}: the same command continues it")
                 break
             records.add(job.study, job.key, record)
             shutil.rmtree(results / "unfinished" / job.key)

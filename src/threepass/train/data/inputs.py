@@ -70,8 +70,8 @@ class Inputs:
     def read(cls, folder: Path) -> "Inputs":
         if not cls.is_in(folder):
             raise FileNotFoundError(
-                f"there is no {FILE} in {folder}: it holds no run, or one of an older version, which gets "
-                "the file when it is resumed"
+                f"there is no {FILE} in {folder}: it contains no run, or a run of an older version of threepass; "
+                "resuming such a run writes the file"
             )
         content = read_object(folder / FILE, KEYS)
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in content.items() if k in KEYS}
