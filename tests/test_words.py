@@ -13,6 +13,12 @@ INSTEAD = {
     r"nobody (?:reads|needs)": "unused",
     r"of which it is": "whose",
     r"takes? (?:no )?part": "is used",
+    r"go(?:es)? by": "uses, depends on",
+    r"holds? no run": "contains no run",
+    r"(?:is|was) mended": "is fixed",
+    r"never ran": "was not called",
+    r"by pieces": "piecewise",
+    r"lies? before the input": "is upstream of the input",
 }
 PATTERNS = ("src/**/*.py", "tests/**/*.py", "benchmarks/**/*.py", "examples/*.py", "docs/*.md", "*.md")
 FILES = [path for pattern in PATTERNS for path in sorted(ROOT.glob(pattern)) if path != Path(__file__)]

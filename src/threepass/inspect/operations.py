@@ -20,7 +20,7 @@ def markdown() -> str:
     lines += [f"| {name} | {_listed(found)} | `src/threepass/rules/{name}.py` |" for name, found in families.items()]
     fast = set().union(*families.values())
     known = {_plain(name) for name in linearity.OPERATIONS} - fast
-    lines.append(f"| affine or linear, by pieces | {_listed(known)} | `src/threepass/rules/linearity.py` |")
+    lines.append(f"| (piecewise) linear or affine | {_listed(known)} | `src/threepass/rules/linearity.py` |")
     return "\n".join(lines)
 
 
