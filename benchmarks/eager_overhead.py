@@ -7,7 +7,7 @@
 A step is the forward and `loss.backward()`, or one call of `ThreePass`, without compile. On a CPU the nets are tiny (2
 images of 8 x 8, 2 to 16 channels, one thread), so that arithmetic takes next to nothing and the ratio is that of Python
 and dispatch; the MLPs (--nets MLP, for a CPU) have the sizes of the recipes for MNIST and digits. On a GPU the nets
-have the sizes of `docs/speed.md`: plain-20 at batch 128, ResNet-18 and ViT-Tiny at 256.
+have the sizes of `docs/speed-details.md`: plain-20 at batch 128, ResNet-18 and ViT-Tiny at 256.
 
 The steps take turns; a ratio is the median over the rounds of a step's time relative to the plain step's of the same
 round. On a CPU it is the process's own time. `calls` counts the ATen calls below autograd, `kernels` those that are
@@ -16,7 +16,7 @@ neither views nor bare allocations: on a GPU each is a launch, or more.
 Prints a table. With --out, writes it under --label into a JSON file, beside the labels that are there already.
 
 Result: results/bench/cpu-eager-overhead.json (labels `before` and `after`, and `mlps`), quoted by README and
-docs/speed.md.
+docs/speed-details.md.
 """
 
 import argparse
@@ -133,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
-        "--nets", choices=["tiny", "MLP"], default="tiny", help="tiny: on a GPU, those of docs/speed.md"
+        "--nets", choices=["tiny", "MLP"], default="tiny", help="tiny: on a GPU, those of docs/speed-details.md"
     )
     parser.add_argument("--rounds", type=int, default=101)
     parser.add_argument("--label", default="now", help="the name of these rows in the file")

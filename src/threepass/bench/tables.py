@@ -18,16 +18,16 @@ ENCODER = "nn.TransformerEncoder, width 128, 4 layers, 64 tokens"
 LARGE = {
     "imagenet-resnet50": "ResNet-50", "vit-b16": "ViT-B/16", "gpt2": "GPT-2 124M", "convnext": "ConvNeXt-T",
 }  # fmt: skip
-RIVALS = {  # the columns of the short tables
+RIVALS = {  # the columns of the tables of costs
     "paper mode": "paper", "exact mode": "exact", "SAM": "sam", "finite differences": "finite",
     "Jacobian penalty": "jacobian", "double backward": "double",
 }  # fmt: skip
 COSTS = {  # their rows: file, and eager or compiled
     "plain-20, GPU, eager": ("h200-plain20-128-tf32", "eager"),
     "plain-20, GPU, compiled": ("h200-plain20-128-tf32", "best"),
+    "ResNet-18, GPU, eager": ("h200-resnet18-256-tf32", "eager"),
     "ResNet-18, GPU, compiled": ("h200-resnet18-256-tf32", "best"),
     "ViT-Tiny, GPU, compiled": ("h200-vit-depth12-256-bf16", "best"),
-    "ViT-B/16, GPU, compiled": ("large/h200-vit-b16-128-amp", "best"),
     "plain-20, CPU, eager": ("cpu-plain20-128-float32", "eager"),
     "plain-20, CPU, compiled": ("cpu-plain20-128-float32", "best"),
     "ResNet-20, CPU, eager": ("cpu-resnet20-64-float32", "eager"),
@@ -36,6 +36,7 @@ COSTS = {  # their rows: file, and eager or compiled
     "nn.TransformerEncoder, CPU, eager": ("cpu-encoder-16-float32", "eager"),
     "nn.TransformerEncoder, CPU, compiled": ("cpu-encoder-16-float32", "best"),
 }
+SHORT = [name for name in COSTS if "plain-20" not in name and "ResNet-50" not in name]  # the README's
 LARGE_METHODS = ("plain", "paper", "exact")
 FORMS = {"best": "at its best: one compiled program", "eager": "eager"}
 
@@ -63,8 +64,6 @@ def text(report: dict[str, Any]) -> str:
     if check is not None:
         shown = check if isinstance(check, str) else f"{check:.1e}"
         lines.append(f"exact mode against double backward, float32: {shown}")
-    if "note" in report:
-        lines.append(f"note: {report['note']}")
     for form in FORMS:
         if any(form in entry for entry in report["methods"].values()):
             lines += ["", *_block(form, report["methods"], _tolerance(report, form))]
@@ -145,13 +144,13 @@ def markdown(folder: Path) -> str:
 
 
 def _cases(cases: list[dict[str, Any]]) -> str:
-    """One row a case; a star is for its note, below the table."""
+    """One row a case."""
     lines = [
         "| net | plain, ms | paper, ms | its limit | exact, ms | its limit | memory of paper | of exact |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for r in cases:
-        cells = [title(r["case"]), _ms(r["methods"]["plain"]) + (r"\*" if "note" in r else "")]
+        cells = [title(r["case"]), _ms(r["methods"]["plain"])]
         for mode in ("paper", "exact"):
             z = r["limits"][mode]
             entry = r["methods"].get(mode, {})
@@ -163,8 +162,7 @@ def _cases(cases: list[dict[str, Any]]) -> str:
             ]
         cells += [_ratio(r["methods"].get(mode, {}), "peak_ratio") for mode in ("paper", "exact")]
         lines.append(f"| {' | '.join(cells)} |")
-    notes = [f"\\* {title(r['case'])}: {r['note']}." for r in cases if "note" in r]
-    return "\n".join(lines) + "".join(f"\n\n{note}" for note in notes)
+    return "\n".join(lines)
 
 
 def _methods(r: dict[str, Any]) -> str:
@@ -193,14 +191,15 @@ def _ratio(entry: dict[str, Any], key: str, form: str = "best") -> str:
     return f"{row[key]:.2f}x" if key in row else "fails" if "fails" in row else ""
 
 
-def costs(folder: Path, what: str) -> str:
-    """The short table of time or memory: a row for every net that was measured, relative to plain training."""
+def costs(folder: Path, what: str, names: Iterable[str] | None = None) -> str:
+    """The table of time or memory: a row for every net that was measured, relative to plain training."""
     key = {"time": "ratio", "memory": "peak_ratio"}[what]
     lines = [f"| {what} | {' | '.join(RIVALS)} |", "| --- |" + " --- |" * len(RIVALS)]
-    for name, (stem, form) in COSTS.items():
+    for name in COSTS if names is None else names:
+        stem, form = COSTS[name]
         file = folder / f"{stem}.json"
         report = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        methods = _of_large(report) if "rows" in report else report.get("methods")
+        methods = report.get("methods")
         if methods:  # a case that failed has none
             cells = [_ratio(methods.get(method, {}), key, form) for method in RIVALS.values()]
             lines.append(f"| {name} | {' | '.join(cells)} |")
@@ -254,6 +253,7 @@ def _compile_seconds(row: dict[str, Any]) -> str:
 
 MARKS: dict[str, Callable[[Path], str]] = {  # the first line of a table's place in a page
     "<!-- threepass bench --table results/bench -->": markdown,
+    "<!-- time in short, from results/bench -->": partial(costs, what="time", names=SHORT),
     "<!-- time, from results/bench -->": partial(costs, what="time"),
     "<!-- memory, from results/bench -->": partial(costs, what="memory"),
     "<!-- large nets, from results/bench/large -->": large_nets,
