@@ -1,22 +1,23 @@
-"""What an eager step costs where Python and the launches of kernels take the time: `ThreePass` against plain training.
+"""What a step without a compiler costs where Python and the launches of kernels take the time, against plain training.
 
-    python benchmarks/eager_overhead.py --label after --out results/bench/cpu-eager-overhead.json
+    python benchmarks/eager_overhead.py --label tiny --out results/bench/cpu-eager-overhead.json
     python benchmarks/eager_overhead.py --nets MLP --label mlps --out results/bench/cpu-eager-overhead.json
     python benchmarks/eager_overhead.py --device cuda --out results/bench/h200-eager-overhead.json
 
-A step is the forward and `loss.backward()`, or one call of `ThreePass`, without compile. On a CPU the nets are tiny (2
-images of 8 x 8, 2 to 16 channels, one thread), so that arithmetic takes next to nothing and the ratio is that of Python
-and dispatch; the MLPs (--nets MLP, for a CPU) have the sizes of the recipes for MNIST and digits. On a GPU the nets
-have the sizes of `docs/speed-details.md`: plain-20 at batch 128, ResNet-18 and ViT-Tiny at 256.
+A step is the forward and `loss.backward()`, or one call of `ThreePass`: eager, or with compile="trace". On a CPU the
+nets are tiny (2 images of 8 x 8, 2 to 16 channels, one thread), so that arithmetic takes next to nothing and the ratio
+is that of Python and dispatch; the MLPs (--nets MLP, for a CPU) have the sizes of the recipes for MNIST and digits. On
+a GPU the nets have the sizes of `docs/speed-details.md`: plain-20 at batch 128, ResNet-18 and ViT-Tiny at 256.
 
 The steps take turns; a ratio is the median over the rounds of a step's time relative to the plain step's of the same
 round. On a CPU it is the process's own time. `calls` counts the ATen calls below autograd, `kernels` those that are
-neither views nor bare allocations: on a GPU each is a launch, or more.
+neither views nor bare allocations: on a GPU each is a launch, or more. `capture_seconds` is what the first call of a
+traced step takes to trace and check it.
 
 Prints a table. With --out, writes it under --label into a JSON file, beside the labels that are there already.
 
-Result: results/bench/cpu-eager-overhead.json (labels `before` and `after`, and `mlps`), quoted by README and
-docs/speed-details.md.
+Result: results/bench/cpu-eager-overhead.json (labels `tiny` and `mlps`), quoted by docs/speed.md, docs/speed-details.md
+and docs/compile.md.
 """
 
 import argparse
@@ -26,12 +27,12 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -55,8 +56,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "paper, strength": {"strength": 0.1},
     "paper, alpha": {"alpha": 0.1},
     "exact, strength": {"strength": 0.1, "mode": "exact"},
+    "paper, traced": {"strength": 0.1, "compile": "trace"},
+    "exact, traced": {"strength": 0.1, "mode": "exact", "compile": "trace"},
 }
 NO_KERNELS = {"_unsafe_view", "promote_types", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+def is_kernel(func: OpOverload) -> bool:
+    return not func.is_view and func.overloadpacket.__name__ not in NO_KERNELS
 
 
 class Count(TorchDispatchMode):
@@ -68,7 +75,7 @@ class Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls += 1
-        self.kernels += not func.is_view and func.overloadpacket.__name__ not in NO_KERNELS
+        self.kernels += is_kernel(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -82,26 +89,41 @@ def model_and_batch(name: str, device: str) -> tuple[nn.Module, Tensor]:
     return model, x.contiguous(memory_format=torch.channels_last)
 
 
-def steps_of(name: str, device: str) -> dict[str, Callable[[], None]]:
-    """The plain step and those of `ThreePass`, each on the same model and batch; gradients are set to None before."""
+class Step:
+    """A step on one batch: of `ThreePass`, or plain training's. Gradients are set to None before."""
+
+    def __init__(self, model: nn.Module, x: Tensor, y: Tensor, three: ThreePass | None = None):
+        self.model, self.x, self.y, self.three = model, x, y, three
+
+    def __call__(self) -> None:
+        self.model.zero_grad()
+        if self.three is None:
+            F.cross_entropy(self.model(self.x), self.y).backward()
+        else:
+            self.three(self.x, self.y)
+
+    def counts(self) -> dict[str, Any]:
+        """Of ATen calls; those of a captured step are the nodes of its graph."""
+        if self.three is None or self.three.compiled is None:
+            with Count() as count:
+                self()
+            return {"calls": count.calls, "kernels": count.kernels}
+        (step,) = self.three.compiled.programs
+        captured = step.captured
+        called = [node.target for node in captured.program.graph.graph.nodes if isinstance(node.target, OpOverload)]
+        seconds = captured.compile_seconds + captured.check_seconds
+        return {"calls": len(called), "kernels": sum(map(is_kernel, called)), "capture_seconds": seconds}
+
+
+def steps_of(name: str, device: str) -> dict[str, Step]:
+    """The plain step and those of `ThreePass`, on the same model and batch."""
     model, x = model_and_batch(name, device)
     y = torch.randint(10, (len(x),), device=device)
-
-    def plain_step() -> None:
-        model.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-
-    def three_pass_step(step: ThreePass) -> None:
-        model.zero_grad()
-        step(x, y)
-
-    steps: dict[str, Callable[[], None]] = {"plain": plain_step}
-    for option, given in OPTIONS.items():
-        steps[option] = partial(three_pass_step, ThreePass(model, F.cross_entropy, **given))
-    return steps
+    made = {option: ThreePass(model, F.cross_entropy, **given) for option, given in OPTIONS.items()}
+    return {"plain": Step(model, x, y)} | {option: Step(model, x, y, three) for option, three in made.items()}
 
 
-def cpu_times(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+def cpu_times(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
     """Seconds of the process's own time, one step a round, so that other processes have a smaller part in them."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
@@ -116,16 +138,13 @@ def measure(name: str, device: str, rounds: int) -> list[dict[str, Any]]:
     steps = steps_of(name, device)
     for step in steps.values():  # also a step's checks of its first call
         step()
-    counts = {}
-    for option, step in steps.items():
-        with Count() as counts[option]:
-            step()
+    counts = {option: step.counts() for option, step in steps.items()}
     times = take_turns(steps, rounds, True) if device == "cuda" else cpu_times(steps, rounds)
     rows = []
     for option, seconds in times.items():
         ratios = [s / one for s, one in zip(seconds, times["plain"], strict=True)]
         row = {"net": name, "step": option, "ms": 1e3 * statistics.median(seconds), "ratio": statistics.median(ratios)}
-        rows.append(row | {"calls": counts[option].calls, "kernels": counts[option].kernels})
+        rows.append(row | counts[option])
     return rows
 
 
@@ -148,7 +167,8 @@ def main() -> None:
         for row in measure(name, args.device, args.rounds):
             rows.append(row)
             print(f"{name:<10} {row['step']:<16} {row['ms']:8.2f} ms  {row['ratio']:5.2f}x", end="")
-            print(f"  {row['calls']:5} calls  {row['kernels']:5} kernels", flush=True)
+            captured = f"  captured in {row['capture_seconds']:.1f} s" if "capture_seconds" in row else ""
+            print(f"  {row['calls']:5} calls  {row['kernels']:5} kernels{captured}", flush=True)
     if args.out is not None:
         found = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {"goal": GOAL, "runs": {}}
         found["runs"][args.label] = {

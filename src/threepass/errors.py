@@ -111,13 +111,13 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def warn_uncompiled(error: CaptureError, seconds: float) -> None:
+def warn_uncompiled(error: CaptureError, seconds: float, compile: bool | str = True) -> None:
     """Says why steps run eagerly and what that costs. seconds: of the eager step that was just measured."""
     cost = f"{seconds * 1e3:.3g} ms, measured on this call"
     if error.step_seconds:
         refused = f"the compiled program took {error.step_seconds * 1e3:.3g} ms"
         cost = f"{cost}; {refused}, so this is {seconds / error.step_seconds:.1f}x slower"
-    text = f"compile=True: this step runs eagerly ({cost}), with the same results, because {reason_of(error)}"
+    text = f"compile={compile!r}: this step runs eagerly ({cost}), with the same results, because {reason_of(error)}"
     warn_caller(f'{text}. To get an error with its traceback instead, pass compile="require"', UncompiledWarning)
 
 

@@ -118,7 +118,7 @@ def test_failures_are_not_tried_for_ever():
 
 
 def test_required_programs_are_an_error_where_they_cannot_be():
-    table = Table(required=True, max_programs=1)
+    table = Table(compile="require", max_programs=1)
     assert table.calls("aab") == "cre"  # put off, not refused
     with pytest.raises(CaptureError, match=r'compile="require".*already captured 1 signatures.*Pad or bucket'):
         table.calls("b")
@@ -226,5 +226,5 @@ def test_require_raises_and_nothing_else_happens():
 
 @pytest.mark.parametrize("value", ["always", 1, None])
 def test_other_words_for_compile_are_refused(value):
-    with pytest.raises(ValueError, match='compile must be False, True or "require"'):
+    with pytest.raises(ValueError, match='compile must be False, True, "trace" or "require"'):
         threepass.ThreePass(mlp(4, 3), F.cross_entropy, compile=value)

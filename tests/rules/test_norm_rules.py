@@ -276,7 +276,7 @@ def test_checkpointed_batch_norm():
 @pytest.mark.parametrize("kind", ["batch_norm", "layer_norm"])
 @pytest.mark.parametrize("affine", [True, False])
 def test_pytorchs_kernels_compute_the_formulas(kind, affine, monkeypatch):
-    """In an eager step they take the place of the formulas, which a captured step has."""
+    """In steps without a compiler they take the place of the formulas, which a compiled step has."""
     torch.manual_seed(0)
     a, d, t = (torch.randn(4, 3, 5, dtype=D) for _ in range(3))
     size = 3 if kind == "batch_norm" else 5
@@ -284,8 +284,8 @@ def test_pytorchs_kernels_compute_the_formulas(kind, affine, monkeypatch):
     if affine:
         weight[0] = 0
     found = []
-    for traced in (False, True):
-        monkeypatch.setattr(norm_rules, "is_traced", lambda traced=traced: traced)
+    for compiled in (False, True):
+        monkeypatch.setattr(norm_rules, "is_for_compiler", lambda compiled=compiled: compiled)
         if kind == "batch_norm":
             lin = norm_rules.batch_norm(a, a, weight, bias, None, None, True, 0.1, 1e-5, True)
             extra = (torch.ones(3, dtype=D),)

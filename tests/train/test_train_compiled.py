@@ -78,6 +78,19 @@ def test_the_same_numbers_as_eager(name, traced):
     assert_same_run(got, fit(normed().double(), in_double(), **settings), 1e-10)
 
 
+@pytest.mark.parametrize("settings", [{"sam": 0.1, "alpha": 1.0}, {"mode": "exact", "penalty": "l1"}, *RUNS.values()])
+def test_the_same_numbers_without_a_compiler(settings, monkeypatch):
+    def compiled(program, inputs):
+        raise AssertionError('compile="trace" called the compiler')
+
+    monkeypatch.setattr(inductor, "compiled", compiled)
+    settings = {"epochs": 2, "batch_size": 16, "augment": True, **settings}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UncompiledWarning)
+        got = fit(normed().double(), in_double(), compile="trace", **settings)
+    assert_same_run(got, fit(normed().double(), in_double(), **settings), 1e-10)
+
+
 def test_the_same_numbers_from_inductor():
     settings = {"epochs": 2, "batch_size": 20, "augment": True, "alpha": 0.8, "alpha_end": 0.3, **RUNS["sgd"]}
     with warnings.catch_warnings():
@@ -237,11 +250,12 @@ def test_compile_on_the_command_line():
     def compile_of(*words):
         return parse(["train", *words])[1].arguments["config"].compile
 
-    assert [compile_of(), compile_of("--compile"), compile_of("--compile", "require")] == [False, True, "require"]
-    assert Config.from_dict(Config(compile="require").to_dict()).compile == "require"
+    assert [compile_of(), compile_of("--compile")] == [False, True]
+    for word in ("trace", "require"):
+        assert compile_of("--compile", word) == Config.from_dict(Config(compile=word).to_dict()).compile == word
     with pytest.raises(UsageError, match="always"):
         parse(["train", "--compile", "always"])
-    with pytest.raises(ValueError, match="compile must be True or False or 'require', got 2"):
+    with pytest.raises(ValueError, match="compile must be True or False or 'trace' or 'require', got 2"):
         Config(compile=2)
 
 

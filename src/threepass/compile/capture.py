@@ -119,8 +119,8 @@ class Captured:
 class Build(NamedTuple):
     """How a program is made.
 
-    kernels: False: the framework's kernels alone.
-    compiled: False: the traced graph runs operation by operation.
+    kernels: False: PyTorch's kernels alone.
+    compiled: False: the traced graph runs operation by operation, without kernels of our own.
     graph: replay it as a CUDA graph; default: if the inputs are on a GPU.
     pool: memory shared with CUDA graphs that never run at the same time.
     varying: the dimensions of the inputs whose sizes may change from call to call. The program then has neither kernels
@@ -154,12 +154,14 @@ def capture(
     on_gpu, varying = any(z.is_cuda for z in inputs), build.varying
     if varying is not None:
         build = build._replace(graph=False, kernels=False)
+    if not build.compiled:
+        build = build._replace(kernels=False)
     places = [i for i, z in enumerate(inputs) if z is weights]
     inputs = [z.detach().clone() for z in inputs]  # fn may write to them, and one given twice is two inputs
     symbolic = None if varying is None else SymbolicInputs(inputs, varying)
     with _on_device_of(inputs), contextlib.nullcontext() if symbolic is None else symbolic.tracing():
         with restore():
-            program = trace(fn, [z.clone() for z in inputs], build.kernels, symbolic)
+            program = trace(fn, [z.clone() for z in inputs], build.kernels, symbolic, build.compiled)
         if build.kernels and on_gpu:
             inductor.warm_up(program.graph.graph)
         captured = Captured(

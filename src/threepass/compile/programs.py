@@ -37,7 +37,7 @@ from .sizes import MAX_DYNAMIC, Family, Sizes
 
 MAX_PROGRAMS = 16
 ATTEMPTS = 3  # captures that fail, or whose programs are used once, before no more are tried
-COMPILE = (False, True, "require")
+COMPILE = (False, True, "trace", "require")
 _LOCK = threading.RLock()  # tracing sets switches of the whole process: two threads do not trace at the same time
 log = logging.getLogger("threepass")
 
@@ -77,20 +77,21 @@ class Entry(Generic[P]):
 
 def check_compile(value: Any) -> None:
     if not any(value is known or (isinstance(value, str) and value == known) for known in COMPILE):
-        raise ValueError(f'compile must be False, True or "require", got {value!r}')
+        raise ValueError(f'compile must be False, True, "trace" or "require", got {value!r}')
 
 
 class Programs(Generic[P]):
     """Finds or captures the program of a call.
 
     Attributes:
+        compile: the user's option: True, "trace" or "require".
         max_programs: how many are kept; may be set at any time.
         announce: told what is about to be captured.
         seconds: spent on captures, those that failed included; `check_seconds`, of them on checks of programs.
     """
 
-    def __init__(self, signature: Signature, required: bool = False, max_programs: int = MAX_PROGRAMS):
-        self.signature, self.required, self.max_programs = signature, required, max_programs
+    def __init__(self, signature: Signature, compile: bool | str = True, max_programs: int = MAX_PROGRAMS):
+        self.signature, self.compile, self.max_programs = signature, compile, max_programs
         self._entries: OrderedDict[Key, Entry[P]] = OrderedDict()  # the most recently used last
         self._families: OrderedDict[Key, Family[P]] = OrderedDict()  # likewise
         self._newest: Entry[P] | None = None
@@ -100,6 +101,11 @@ class Programs(Generic[P]):
         self._failing: Entry[P] | None = None  # whose capture failed in this call
         self.announce: Callable[[str], None] = lambda text: None
         self.seconds = self.check_seconds = 0.0
+
+    @property
+    def required(self) -> bool:
+        """Whether a step that has no program is an error."""
+        return self.compile == "require"
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -383,7 +389,7 @@ class Programs(Generic[P]):
             raise
         if due is not None:
             _wait_for(device)
-            warn_uncompiled(due, time.perf_counter() - began)
+            warn_uncompiled(due, time.perf_counter() - began, self.compile)
         return result
 
     def _forget_failure(self, due: CaptureError | None) -> None:

@@ -191,9 +191,9 @@ def _constant(leaf: Any) -> Any:
 class CompiledSteps:
     """The captured steps of one `ThreePass` or `GradientStep`."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor], required: bool = False):
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor], compile: bool | str = True):
         self.model, self.loss_fn = model, loss_fn
-        self.programs: Programs[Step] = Programs(Signature(model, loss_fn), required)
+        self.programs: Programs[Step] = Programs(Signature(model, loss_fn), compile)
         self._weights: dict[Hashable, Tensor] = {}
         self._seed: Tensor | None = None
         self._newest: CudaGraph | None = None  # keeps the graphs' memory pool alive when others make room
@@ -201,7 +201,7 @@ class CompiledSteps:
 
     def __reduce__(self) -> Any:
         """Copies and pickles have no programs, which belong to this model's memory: they capture their own."""
-        return _without_programs, (self.model, self.loss_fn, self.programs.required, self.max_programs)
+        return _without_programs, (self.model, self.loss_fn, self.programs.compile, self.max_programs)
 
     @property
     def max_programs(self) -> int:
@@ -344,8 +344,10 @@ class CompiledSteps:
         return step
 
 
-def _without_programs(model: nn.Module, loss_fn: Callable[..., Tensor], required: bool, most: int) -> CompiledSteps:
-    steps = CompiledSteps(model, loss_fn, required)
+def _without_programs(
+    model: nn.Module, loss_fn: Callable[..., Tensor], compile: bool | str, most: int
+) -> CompiledSteps:
+    steps = CompiledSteps(model, loss_fn, compile)
     steps.max_programs = most
     return steps
 
@@ -402,7 +404,8 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call, 
     pool = None if steps._newest is None else steps._newest.pool
     terms = weights if call.has_terms else None
     known = Outputs(labels, penalties)
-    captured = capture(step, inputs, Build(pool=pool, varying=varying), restore, terms, known)
+    build = Build(compiled=steps.programs.compile != "trace", pool=pool, varying=varying)
+    captured = capture(step, inputs, build, restore, terms, known)
     signature.settle(captured.program.state, captured.program.are_constant(len(kept)))
     kind, dicts, result_spec = made
     trained = [named[n] for n in names]

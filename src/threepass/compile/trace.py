@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import make_fx
-from ..kernels.fusible import one_node_each
+from ..kernels.fusible import one_node_each, tracing_for
 from . import rewrite
 from .dynamic import SymbolicInputs
 from .functional import functional
 from .randomness import seed_draws
+from .rewrite.simplify import simplify
 from .rewrite.strides import dense_before_scatter, reshape_instead_of_view
 from .user_code import in_trace
 
@@ -71,15 +72,22 @@ class Program:
         return [z not in dependent for z in outputs[len(outputs) - count :]]
 
 
-def trace(fn: Fn, inputs: Sequence[Tensor], kernels: bool = True, symbolic: SymbolicInputs | None = None) -> Program:
+def trace(
+    fn: Fn,
+    inputs: Sequence[Tensor],
+    kernels: bool = True,
+    symbolic: SymbolicInputs | None = None,
+    compiled: bool = True,
+) -> Program:
     """fn as one graph of ATen operations, with kernels of our own where they are faster, unless kernels=False.
 
     fn runs once: what it changes besides its results, the caller puts back. symbolic: fn gets these fake tensors in
-    place of the inputs, and computes with their sizes as symbols; it then changes nothing but attributes.
+    place of the inputs, and computes with their sizes as symbols; it then changes nothing but attributes. compiled:
+    False: the graph is for running operation by operation, with PyTorch's own kernels.
     """
 
     def watched(*inputs: Tensor) -> Sequence[Tensor]:
-        with in_trace(), one_node_each(kernels):
+        with in_trace(), one_node_each(kernels), tracing_for(compiled):
             return fn(*inputs)
 
     began = time.perf_counter()
@@ -100,9 +108,12 @@ def trace(fn: Fn, inputs: Sequence[Tensor], kernels: bool = True, symbolic: Symb
     reshape_instead_of_view(plain.graph)
     plain.recompile()
     traced = time.perf_counter()
-    rewrite.apply(graph, kernels)
-    dense_before_scatter(graph.graph)
+    if compiled:
+        rewrite.apply(graph, kernels)
+        dense_before_scatter(graph.graph)
     reshape_instead_of_view(graph.graph)
+    if not compiled:
+        simplify(graph.graph)
     graph.graph.lint()
     graph.recompile()
     program = Program(graph, plain, state, draws, symbolic)

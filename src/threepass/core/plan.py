@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.fusible import is_for_compiler
 from ..numerics.precision import error_gain
 from ..tape.record import Record
 from .options import Options
@@ -121,7 +122,7 @@ class Plan:
     @property
     def frees_activations(self) -> bool:
         """Whether to free activations before pass 2; in a compiled step the compiler decides."""
-        return self.case.frees_activations and not self.compiled
+        return self.case.frees_activations and not is_for_compiler()
 
     @property
     def is_joint(self) -> bool:
@@ -190,7 +191,7 @@ def joint_plan(tape: Record, compiled: bool) -> Plan:
 def _mix_form(tape: Record, options: Options, third: bool, compiled: bool) -> MixForm:
     if not compiled or options.back == 0 or options.separate or _is_joint(tape, options, third):
         return MixForm.WEIGHTED
-    if third and tape.half and not options.exact and tape.has_cheap_products():
+    if third and tape.half and (not is_for_compiler() or (not options.exact and tape.has_cheap_products())):
         return MixForm.WEIGHTED  # the terms stay separate
     return MixForm.RELATIVE
 

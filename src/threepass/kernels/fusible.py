@@ -28,6 +28,7 @@ R = TypeVar("R")
 FORMULAS: dict[OpOverload, Callable[..., Any]] = {}  # by the operation that stands for it
 
 _in_trace: ContextVar[bool] = ContextVar("_in_trace", default=False)
+_for_compiler: ContextVar[bool] = ContextVar("_for_compiler", default=False)
 
 
 class Fusible(Generic[P, R]):
@@ -47,6 +48,21 @@ class Fusible(Generic[P, R]):
 def fusible(name: str) -> Callable[[Callable[P, R]], Fusible[P, R]]:
     """Makes a formula fusible. It returns new tensors: none of its arguments, and no view of one."""
     return functools.partial(Fusible, name)
+
+
+def is_for_compiler() -> bool:
+    """Whether a step is traced for a compiler, which fuses formulas; otherwise PyTorch's own kernels are faster."""
+    return _for_compiler.get()
+
+
+@contextlib.contextmanager
+def tracing_for(compiler: bool) -> Iterator[None]:
+    """Around a trace, whose graph is to be compiled or, with False, to run operation by operation."""
+    before = _for_compiler.set(compiler)
+    try:
+        yield
+    finally:
+        _for_compiler.reset(before)
 
 
 @contextlib.contextmanager

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._torch_compat import has_dispatch_modes, is_traced, safe_softmax, softmax_backward
+from .._torch_compat import has_dispatch_modes, safe_softmax, softmax_backward
 from ..kernels import runs_on
 from ..kernels.attention import attention_bend, attention_tangent, launch_bend, launch_tangent
-from .table import Linearization, Signal, rule
+from ..kernels.fusible import is_for_compiler
+from .table import Linearization, Signal, has_symbolic_shape, rule
 
 
 @rule(F.scaled_dot_product_attention, arity=3)
@@ -94,8 +95,10 @@ def tangent(at: Heads, t: Heads, scores: Scores) -> Tensor | None:
 
 
 def _is_plain(operands: Sequence[Tensor | None], scores: Scores) -> bool:
-    """Whether `_batched_tangent` serves a call: an eager one in a wide format, with all tangents and without a mask."""
-    if is_traced() or scores.mask is not None:  # the sizes of a traced call may be symbols, which cannot be hashed
+    """Whether `_batched_tangent` serves a call that is not compiled: in a wide format, with all tangents, unmasked."""
+    if is_for_compiler() or scores.mask is not None:
+        return False
+    if any(z is not None and has_symbolic_shape(z) for z in operands):  # symbols cannot be hashed
         return False
     shapes = {None if z is None else z.shape[:-2] for z in operands}
     is_wide = operands[0] is not None and operands[0].dtype in (torch.float32, torch.float64)

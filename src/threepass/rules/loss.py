@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import _torch_compat
-from .._torch_compat import is_traced, softmax_backward
+from .._torch_compat import softmax_backward
+from ..kernels.fusible import is_for_compiler
 from .table import Linearization, rule
 
 _MEAN = 1  # as torch numbers the reductions
@@ -19,9 +20,9 @@ _MEAN = 1  # as torch numbers the reductions
 def cross_entropy(
     u, a, target, weight=None, reduction=0, ignore_index=-100, label_smoothing=0.0
 ) -> Linearization | None:
-    """Of one number a sample and class, a: (n, classes), in an eager step; without weights and smoothing."""
+    """Of one number a sample and class, a: (n, classes), without weights and smoothing; in steps without a compiler."""
     is_plain = weight is None and reduction == _MEAN and label_smoothing == 0 and not target.is_floating_point()
-    if not is_plain or a.dim() != 2 or a.dtype not in (torch.float32, torch.float64) or is_traced():
+    if not is_plain or a.dim() != 2 or a.dtype not in (torch.float32, torch.float64) or is_for_compiler():
         return None
     p = a.softmax(1)
     counts = (target != ignore_index).to(a.dtype)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._torch_compat import batch_norm_backward, batch_norm_forward, is_traced
+from .._torch_compat import batch_norm_backward, batch_norm_forward
 from ..kernels import norm
+from ..kernels.fusible import is_for_compiler
 from ..numerics.precision import accumulate_dtype
 from .table import Linearization, Tap, has_symbolic_shape, rule
 
@@ -202,13 +203,13 @@ def _norm_at_input(u, a, weight, bias, eps, saved: Sequence[Tensor]) -> Lineariz
 
 
 def _is_native(a: Tensor, weight: Tensor | None) -> bool:
-    """Whether PyTorch's own kernels take the place of the formulas, in an eager step: they are few launches.
+    """Whether PyTorch's own kernels take the place of the formulas, in a step that runs operation by operation.
 
     The backward of a norm is J (w d), and J is symmetric, so that it computes tangents too. In half formats it would
-    round what the formulas keep in float32. A captured step has the formulas, for its compiler.
+    round what the formulas keep in float32. A compiled step has the formulas, which its compiler fuses.
     """
     is_wide = a.dtype in (torch.float32, torch.float64) and (weight is None or weight.dtype == a.dtype)
-    return is_wide and type(a) is Tensor and a.numel() > 0 and not is_traced()
+    return is_wide and type(a) is Tensor and a.numel() > 0 and not is_for_compiler()
 
 
 def _nudged(weight: Tensor) -> Tensor:

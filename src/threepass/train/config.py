@@ -66,7 +66,8 @@ class Config:
         label_smoothing: of the cross-entropy
         augment: random crops after padding by 4, and horizontal flips
         precision: float32, tf32, bf16
-        compile: run the steps as compiled programs; require: raise an error where that is not possible
+        compile: capture the training step and compile it; trace: capture it and run it with PyTorch's own kernels,
+            which needs no compiler and is ready within seconds; require: compile it, or stop with an error
         channels_last: the memory format of images
         deterministic: use deterministic kernels only
         seed: of initialisation, data order and augmentation
@@ -106,7 +107,7 @@ class Config:
     label_smoothing: float = 0.0
     augment: bool = False
     precision: str = "float32"
-    compile: bool | Literal["require"] = False
+    compile: bool | Literal["trace", "require"] = False
     channels_last: bool = False
     deterministic: bool = False
     seed: int = 0

@@ -52,9 +52,9 @@ class Function(NamedTuple):
 class Recorder:
     """Makes and keeps the recordings of one run. Its graphs share a pool of memory, because no two run at once."""
 
-    def __init__(self, device: torch.device, model: nn.Module, loss_fn: Callable[..., Tensor], required: bool = False):
+    def __init__(self, device: torch.device, model: nn.Module, loss_fn: Callable[..., Tensor], compile: bool | str):
         self.device = device
-        self.programs: Programs[Recording] = Programs(Signature(model, loss_fn), required)
+        self.programs: Programs[Recording] = Programs(Signature(model, loss_fn), compile)
         self._newest: CudaGraph | None = None  # keeps the graphs' memory pool alive when others make room
 
     def find(self, kind: Hashable, rows: int, make: Callable[[], Recording]) -> Recording | None:
@@ -65,7 +65,7 @@ class Recorder:
         return self.programs.find(kind, rows, make, lambda: f"{kind}, batches of {rows}", recurring=True)
 
     def record(self, function: Function, counter: Tensor, compiled: bool = True) -> Recording:
-        """A replay of the function; compiled=False: its program runs operation by operation."""
+        """A replay of the function; compiled=False: its program runs operation by operation, whatever the option."""
         program, then, restore, weights, known = function
 
         @contextlib.contextmanager
@@ -73,7 +73,7 @@ class Recorder:
             with restore(), self.programs.signature.restored():
                 yield
 
-        build = Build(compiled=compiled, graph=False)
+        build = Build(compiled=compiled and self.programs.compile != "trace", graph=False)
         captured = capture(program, [counter], build, restored, weights, known)
         self.programs.signature.settle(captured.program.state)
 

@@ -112,7 +112,7 @@ class CompiledGradientSteps(Steps):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.compiled = CompiledSteps(self.model, self.loss_fn, required=self.config.compile == "require")
+        self.compiled = CompiledSteps(self.model, self.loss_fn, self.config.compile)
 
     def add_gradients(self, x: Any, y: Any, position: int) -> Result:
         def eager() -> Result:

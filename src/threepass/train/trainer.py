@@ -89,7 +89,7 @@ class Trainer:
             self.steps = CompiledGradientSteps(*parts, self.ranks)
             self.programs = self.steps.compiled.programs
         else:
-            recorder = Recorder(self.device, self.model, self.objective.loss_fn, self.config.compile == "require")
+            recorder = Recorder(self.device, self.model, self.objective.loss_fn, self.config.compile)
             self.programs = recorder.programs
             self.programs.signature.watch({"penalty": self.objective.penalty})
             self.steps = CapturedSteps(*parts, recorder=recorder)
