@@ -323,7 +323,7 @@ def test_data_says_what_is_there(capsys):
         (["train", "--device", "gpu"], 1, "device must be cpu, cuda, cuda:N or auto, got 'gpu'"),
         (["train", "--milestones", "100", "150"], 2, 'milestones needs schedule="step" (--schedule step)'),
         (["train", "--epochs", "many"], 2, 'unable to convert "many" into int'),
-        (["train", "--compile", "maybe"], 2, 'Choose from: "require"'),
+        (["train", "--compile", "maybe"], 2, 'Choose from: "trace", "require"'),
         (["train", "--lr", "-1"], 2, "lr must be positive, got -1.0"),
         (["report"], 2, "RUNS requires an argument"),
         (["train", "--resume", "runs/none"], 1, "contains no run"),

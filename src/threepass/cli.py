@@ -150,6 +150,7 @@ class Measurement:
         precision: tf32, float32, bf16, or amp (autocast to bf16); auto: tf32 on a GPU, float32 on a CPU.
         methods: some of plain, paper, exact, alpha1, sam, finite, jacobian, double; default: all.
         eager: measure eager steps.
+        traced: measure three passes captured without a compiler too, relative to eager plain training.
         best: measure every method at its best: captured or compiled, on a GPU as a CUDA graph.
         rounds: samples of every method, which take turns.
         device: cpu, cuda, or auto: cuda if there is one.
@@ -165,6 +166,7 @@ class Measurement:
     precision: str = "auto"
     methods: tuple[str, ...] = ()
     eager: bool = True
+    traced: bool = True
     best: bool = True
     rounds: int = 15
     device: str = "auto"
@@ -489,7 +491,7 @@ def _measure_many(suite: str | None, prepare: bool, scaling: Sequence[str], case
     if prepare:
         return
     if scaling:
-        shared = ("precision", "eager", "best", "rounds", "device", "threads")
+        shared = ("precision", "eager", "traced", "best", "rounds", "device", "threads")
         sweep(scaling, type(case)(**{name: getattr(case, name) for name in shared}), folder)
     print(f"page: {page.write(folder)}")
 

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+import re
 
 import pytest
 import torch
@@ -173,6 +174,18 @@ def test_all_methods_are_measured_eagerly(eager_report):
         assert row["difference"] == 0  # of a CPU's float32 from itself
         assert ("bytes_share" in row) == (name != "jacobian")
     assert report["methods"]["plain"]["eager"]["ratio"] == 1
+
+
+def test_three_passes_are_measured_traced_too_relative_to_eager_plain_training(eager_report):
+    traced = {name: entry["traced"] for name, entry in eager_report["methods"].items() if "traced" in entry}
+    assert list(traced) == ["paper", "exact"]
+    plain = eager_report["methods"]["plain"]["eager"]
+    for row in traced.values():
+        assert row["ratio"] == row["median"] / plain["median"]
+        assert row["difference"] < 1e-5
+        assert row["compile_seconds"] > 0
+    assert "\ncaptured, not compiled " in tables.text(eager_report)
+    assert "traced" not in run(Case(**TINY, best=False, traced=False, methods=("paper",)))["methods"]["paper"]
 
 
 @pytest.mark.usefixtures("fast_ceilings")
@@ -345,7 +358,8 @@ def test_tables_go_between_the_marks(tmp_path, eager_report):
         f"before\n{whole}\n{made}\n{tables.END}\nafter\n{time}\n{short}\n{tables.END}\nlast\n"
     )
     assert "| nn.TransformerEncoder, CPU, compiled | 1.25x | 1.25x | 1.25x | 1.25x | 1.25x |" in short
-    assert short.count("\n") == 3  # the head, and what was measured
+    assert re.search(r"\| nn.TransformerEncoder, CPU, traced \| \d\.\d\dx \| \d\.\d\dx \| - \| - \| - \| - \|", short)
+    assert short.count("\n") == 4  # the head, and what was measured
     (tmp_path / "bare.md").write_text("nothing")
     with pytest.raises(ValueError, match="no place for the tables"):
         tables.fill(tmp_path / "bare.md", tmp_path)

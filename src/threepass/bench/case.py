@@ -1,4 +1,4 @@
-"""One configuration: its methods eagerly and at their best, timed in turns, checked against each other."""
+"""One configuration: its methods eagerly, traced and at their best, timed in turns, checked against each other."""
 
 import contextlib
 import copy
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from .._version import commit
 from ..errors import NormalizationWarning
 from . import nets
-from .forms import Form, FormError, best, eager, reason
+from .forms import Form, FormError, best, eager, reason, traced
 from .limits import layers, limits, operations
 from .measure import ceilings, peak_bytes, summary, take_turns
 from .methods import METHODS
@@ -32,6 +32,7 @@ class Case:
 
     precision: bf16: weights and batch in bfloat16; amp: autocast to bfloat16, float32 weights; tf32: float32 with TF32
         products (on a GPU).
+    traced: three passes also as captured steps without a compiler, in comparison with plain training's eager step.
     checkpointing: activation checkpointing around each block of the model.
     """
 
@@ -42,6 +43,7 @@ class Case:
     precision: str = "auto"
     methods: tuple[str, ...] = tuple(METHODS)
     eager: bool = True
+    traced: bool = True
     best: bool = True
     rounds: int = 15
     device: str = "auto"
@@ -173,13 +175,13 @@ def prepare(case: Case, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Form
     made: Forms = {}
     failures = {}
     for method in case.methods:
-        for form in [name for name in ("eager", "best") if getattr(case, name)]:
+        for form in _forms(case, method):
             try:
-                ready = best(method, model, batch) if form == "best" else [eager(method, model, batch)]
+                ready = best(method, model, batch) if form == "best" else [MAKE[form](method, model, batch)]
                 for z in ready:
                     for _ in range(WARM_UP):
                         z.run()
-                    made[method, form if form == "eager" else z.how] = z
+                    made[method, z.how] = z
             except FormError as error:
                 failures[method, form] = str(error)
             except Exception as error:  # whatever a model does not allow, the others still count
@@ -187,8 +189,17 @@ def prepare(case: Case, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Form
     return made, failures
 
 
+MAKE = {"eager": eager, "traced": traced}
+TRACED = ("paper", "exact")
+
+
+def _forms(case: Case, method: str) -> list[str]:
+    is_traced = case.eager and case.traced and method in TRACED
+    return ["eager"] * case.eager + ["traced"] * is_traced + ["best"] * case.best
+
+
 def _measure(case: Case, model: nn.Module, batch: Sequence[Tensor], forms: Forms) -> dict[str, dict[str, Any]]:
-    """By method, "eager" and "best": times, memory, ratios to plain's; plain's slower candidate is "second"."""
+    """By method and form: times, memory, ratios to plain's; the slower candidate of plain's best form is "second"."""
     cuda = case.device == "cuda"
     references = {method: reference(method, model, batch) for method in {m for m, _ in forms}}
     steps: dict[tuple[str, ...], Callable[[], Any]] = {key: form.run for key, form in forms.items()}
@@ -205,7 +216,7 @@ def _measure(case: Case, model: nn.Module, batch: Sequence[Tensor], forms: Forms
         if (method, how, "call") in times:
             row["call"] = summary(times[method, how, "call"])
         entry = results.setdefault(method, {})
-        place = "eager" if how == "eager" else "best"
+        place = how if how in MAKE else "best"
         if place in entry:
             entry["best"], entry["second"] = sorted((entry["best"], row), key=lambda r: r["median"])
         else:
@@ -213,7 +224,7 @@ def _measure(case: Case, model: nn.Module, batch: Sequence[Tensor], forms: Forms
     for method, entry in results.items():
         entry["operations"] = operations(eager(method, copy.deepcopy(model), batch).run)
         for place, row in entry.items():
-            base = results.get("plain", {}).get("best" if place == "second" else place)
+            base = results.get("plain", {}).get({"second": "best", "traced": "eager"}.get(place, place))
             if base is not None and place != "operations":
                 row["ratio"] = row["median"] / base["median"]
                 row["best_ratio"] = row["best"] / base["best"]
@@ -247,7 +258,7 @@ def difference(grads: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
 
 def _at_ceilings(entry: dict[str, Any], limit: dict[str, float] | None, ceiling: dict[str, float]) -> None:
     """The roofline: how long the counted operations and the least bytes take at the ceilings, and the share of it."""
-    for row in (entry[place] for place in ("eager", "best", "second") if "median" in entry.get(place, {})):
+    for row in (entry[place] for place in (*MAKE, "best", "second") if "median" in entry.get(place, {})):
         row["operations_share"] = entry["operations"] / ceiling["operations_per_second"] / row["median"]
         if limit is not None:
             row["bytes_share"] = limit["bytes"] / ceiling["bytes_per_second"] / row["median"]

@@ -1,6 +1,7 @@
-"""How a method's step runs: eagerly, or at its best.
+"""How a method's step runs: eagerly, traced, or at its best.
 
-At its best, a step is one program for its fixed shapes, replayed as a CUDA graph on a GPU:
+Three passes also run as `threepass.ThreePass(compile="trace")`, with PyTorch's own kernels. At its best, a step is one
+program for its fixed shapes, replayed as a CUDA graph on a GPU:
 
     ThreePass       `threepass.ThreePass(compile=True)`, for the methods that it is
     capture         the whole step, traced with its derivatives into one graph and compiled (`compile/capture.py`)
@@ -12,6 +13,7 @@ Plain training gets the faster of capture and torch.compile, every other method 
 
 import copy
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -22,6 +24,7 @@ from torch.nn import functional as F
 from ..compile.capture import Build, Captured, capture
 from ..compile.cuda_graph import CudaGraph
 from ..core.options import Options
+from ..errors import UncompiledWarning
 from ..step import ThreePass
 from .methods import METHODS, OPTIONS, weights
 
@@ -54,6 +57,11 @@ def eager(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Form:
         return METHODS[method](model, *batch)
 
     return Form("eager", step, step)
+
+
+def traced(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Form:
+    """Of three passes: the captured step without a compiler."""
+    return _three_pass(method, copy.deepcopy(model), batch, "trace")
 
 
 def best(method: str, model: nn.Module, batch: Sequence[Tensor]) -> list[Form]:
@@ -92,10 +100,12 @@ def makers(method: str, cuda: bool) -> Iterator[tuple[str, Make]]:
         yield "CUDA graph", _graphed
 
 
-def _three_pass(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Form:
+def _three_pass(method: str, model: nn.Module, batch: Sequence[Tensor], compile: str = "require") -> Form:
     x, y, _ = batch
-    step = ThreePass(model, F.cross_entropy, compile="require", **OPTIONS[method])
-    step(x, y)
+    step = ThreePass(model, F.cross_entropy, compile=compile, **OPTIONS[method])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UncompiledWarning)
+        step(x, y)
     assert step.compiled is not None
     (made,) = step.compiled.programs
     program, steps = made.captured, step.compiled
@@ -114,7 +124,8 @@ def _three_pass(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Form:
 
     run = bare if program.graph is None else program.graph.replay
     seconds, parts = program.compile_seconds, _parts(program)
-    return Form("ThreePass", run, bare, seconds, program.graph_bytes, call, parts=parts)
+    how = "traced" if compile == "trace" else "ThreePass"
+    return Form(how, run, bare, seconds, program.graph_bytes, call, parts=parts)
 
 
 def _captured(method: str, model: nn.Module, batch: Sequence[Tensor]) -> Form:

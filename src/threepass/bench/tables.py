@@ -22,23 +22,32 @@ RIVALS = {  # the columns of the tables of costs
     "paper mode": "paper", "exact mode": "exact", "SAM": "sam", "finite differences": "finite",
     "Jacobian penalty": "jacobian", "double backward": "double",
 }  # fmt: skip
-COSTS = {  # their rows: file, and eager or compiled
+COSTS = {  # their rows: file and form
     "plain-20, GPU, eager": ("h200-plain20-128-tf32", "eager"),
+    "plain-20, GPU, traced": ("h200-plain20-128-tf32", "traced"),
     "plain-20, GPU, compiled": ("h200-plain20-128-tf32", "best"),
     "ResNet-18, GPU, eager": ("h200-resnet18-256-tf32", "eager"),
+    "ResNet-18, GPU, traced": ("h200-resnet18-256-tf32", "traced"),
     "ResNet-18, GPU, compiled": ("h200-resnet18-256-tf32", "best"),
     "ViT-Tiny, GPU, compiled": ("h200-vit-depth12-256-bf16", "best"),
     "plain-20, CPU, eager": ("cpu-plain20-128-float32", "eager"),
+    "plain-20, CPU, traced": ("cpu-plain20-128-float32", "traced"),
     "plain-20, CPU, compiled": ("cpu-plain20-128-float32", "best"),
     "ResNet-20, CPU, eager": ("cpu-resnet20-64-float32", "eager"),
+    "ResNet-20, CPU, traced": ("cpu-resnet20-64-float32", "traced"),
     "ResNet-20, CPU, compiled": ("cpu-resnet20-64-float32", "best"),
     "ResNet-50, CPU, eager": ("large/cpu-imagenet-resnet50-4-float32", "eager"),
     "nn.TransformerEncoder, CPU, eager": ("cpu-encoder-16-float32", "eager"),
+    "nn.TransformerEncoder, CPU, traced": ("cpu-encoder-16-float32", "traced"),
     "nn.TransformerEncoder, CPU, compiled": ("cpu-encoder-16-float32", "best"),
 }
 SHORT = [name for name in COSTS if "plain-20" not in name and "ResNet-50" not in name]  # the README's
 LARGE_METHODS = ("plain", "paper", "exact")
-FORMS = {"best": "at its best: one compiled program", "eager": "eager"}
+FORMS = {
+    "best": "at its best: one compiled program",
+    "traced": "captured, not compiled",
+    "eager": "eager",
+}
 
 
 def text(report: dict[str, Any]) -> str:
@@ -76,10 +85,9 @@ def _tolerance(report: dict[str, Any], form: str) -> float:
 
 
 def _block(form: str, methods: dict[str, Any], tolerance: float) -> Iterable[str]:
-    yield (
-        f"{FORMS[form]:<34} {'ms':>8} {'quartiles':>17} {'ratio':>6} {'img/s':>8} {'MiB':>8} {'ratio':>6} "
-        f"{'flops':>6} {'bytes':>6} {'differs':>8}" + (" form, seconds to compile, MiB of the graph" * (form == "best"))
-    )
+    heads = f"{'img/s':>8} {'MiB':>8} {'ratio':>6} {'flops':>6} {'bytes':>6} {'differs':>8}"
+    captured = " form, seconds to compile, MiB of the graph" * (form != "eager")
+    yield f"{FORMS[form]:<34} {'ms':>8} {'quartiles':>17} {'ratio':>6} {heads}{captured}"
     for name, entry in methods.items():
         for place in (form, "second") if form == "best" else (form,):
             if place in entry:
@@ -200,8 +208,8 @@ def costs(folder: Path, what: str, names: Iterable[str] | None = None) -> str:
         file = folder / f"{stem}.json"
         report = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         methods = report.get("methods")
-        if methods:  # a case that failed has none
-            cells = [_ratio(methods.get(method, {}), key, form) for method in RIVALS.values()]
+        if methods and any(form in entry for entry in methods.values()):  # a case that failed has no methods
+            cells = [_ratio(methods.get(method, {}), key, form) or "-" for method in RIVALS.values()]
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
