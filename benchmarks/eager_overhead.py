@@ -16,8 +16,7 @@ traced step takes to trace and check it.
 
 Prints a table. With --out, writes it under --label into a JSON file, beside the labels that are there already.
 
-Result: results/bench/cpu-eager-overhead.json (labels `tiny` and `mlps`), quoted by docs/speed.md, docs/speed-details.md
-and docs/compile.md.
+Result: results/bench/cpu-eager-overhead.json (labels `tiny` and `mlps`), quoted by docs/speed-details.md.
 """
 
 import argparse

@@ -259,11 +259,31 @@ def _compile_seconds(row: dict[str, Any]) -> str:
     return f"{row['compile_seconds'] + (row['parts'] or {}).get('check', 0.0):.0f}"
 
 
+def overhead(folder: Path) -> str:
+    """Steps with next to no arithmetic, eager and traced, relative to plain training (benchmarks/eager_overhead.py)."""
+    runs = json.loads((folder / "cpu-eager-overhead.json").read_text(encoding="utf-8"))["runs"]
+    found = {(row["net"], row["step"]): row for run in runs.values() for row in run["rows"]}
+    lines = [
+        "| net | paper: eager | traced | its kernels | exact: eager | traced | its kernels | seconds to capture |",
+        "| --- |" + " --- |" * 7,
+    ]
+    for net in dict.fromkeys(net for net, _ in found):
+        cells = [net]
+        for mode in ("paper", "exact"):
+            eager, traced = found[net, f"{mode}, strength"], found[net, f"{mode}, traced"]
+            kernels = traced["kernels"] / found[net, "plain"]["kernels"]
+            cells += [f"{row['ratio']:.2f}x" for row in (eager, traced)] + [f"{kernels:.2f}x"]
+        seconds = (found[net, f"{mode}, traced"]["capture_seconds"] for mode in ("paper", "exact"))
+        lines.append(f"| {' | '.join(cells)} | {', '.join(f'{s:.1f}' for s in seconds)} |")
+    return "\n".join(lines)
+
+
 MARKS: dict[str, Callable[[Path], str]] = {  # the first line of a table's place in a page
     "<!-- threepass bench --table results/bench -->": markdown,
     "<!-- time in short, from results/bench -->": partial(costs, what="time", names=SHORT),
     "<!-- time, from results/bench -->": partial(costs, what="time"),
     "<!-- memory, from results/bench -->": partial(costs, what="memory"),
+    "<!-- overhead, from results/bench/cpu-eager-overhead.json -->": overhead,
     "<!-- large nets, from results/bench/large -->": large_nets,
 }
 END = "<!-- end -->"
