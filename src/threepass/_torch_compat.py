@@ -61,6 +61,7 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "arguments_of",
+    "aten_foreach_copy",
     "aten_log_softmax",
     "aten_softmax",
     "batch_norm_backward",
@@ -195,6 +196,9 @@ batch_norm_backward = torch.ops.aten._batch_norm_impl_index_backward.default
 # seen in 2.10 to 2.13: batch norm whose schema says that it writes to the running statistics, or returns them
 batch_norm_legit = torch.ops.aten._native_batch_norm_legit
 batch_norm_functional = torch.ops.aten._native_batch_norm_legit_functional
+
+# seen in 2.10 to 2.13: copies to many tensors in one call, as a node of a graph
+aten_foreach_copy = torch.ops.aten._foreach_copy_.default
 
 # seen in 2.10 to 2.13: the fused attention of CPUs
 cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ..._torch_compat import aten_foreach_copy
 from .graph import is_pointwise, put, value_of
 from .mixes import open_mixes, share_mixes
 
@@ -86,9 +87,7 @@ def write_in_one_call(graph: Graph) -> None:
             writes.setdefault((value.dtype, value.device), []).append(node)
     for nodes in writes.values():
         with graph.inserting_before(graph.output_node()):
-            graph.call_function(
-                _aten._foreach_copy_.default, tuple(map(list, zip(*(n.args for n in nodes), strict=True)))
-            )
+            graph.call_function(aten_foreach_copy, tuple(map(list, zip(*(n.args for n in nodes), strict=True))))
         for node in nodes:
             graph.erase_node(node)
 
