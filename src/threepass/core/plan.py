@@ -121,7 +121,7 @@ class Plan:
 
     @property
     def frees_activations(self) -> bool:
-        """Whether to free activations before pass 2; in a compiled step the compiler decides."""
+        """Whether to free activations before pass 2; in a step that is compiled, the compiler decides."""
         return self.case.frees_activations and not is_for_compiler()
 
     @property
