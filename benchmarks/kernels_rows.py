@@ -23,6 +23,7 @@ from triton.testing import do_bench_cudagraph
 from threepass.kernels import activation, layer_norm
 from threepass.kernels.activation import half_gelu
 from threepass.kernels.activation import triton_kernel as activation_triton
+from threepass.kernels.launch import multiprocessors
 from threepass.kernels.layer_norm import triton_kernel as layer_norm_triton
 from threepass.numerics.precision import mix_of
 
@@ -104,6 +105,11 @@ def measure(dtype: torch.dtype) -> list[dict]:
     return rows
 
 
+def _warps(each: int, device: torch.device, registers: int) -> int:
+    """So many on each multiprocessor, in place of what fits."""
+    return each * multiprocessors(device)
+
+
 def tune() -> None:
     """The kernels by the sizes of their blocks."""
     of_rows, of_tiles = layer_norm_triton, activation_triton
@@ -112,13 +118,13 @@ def tune() -> None:
         for of_rows.BLOCK in (256, 512):
             for of_rows.ROW in (128, 256):
                 for each in (12, 16, 24, 32):
-                    of_rows.WARPS = each
+                    of_rows.resident_warps = partial(_warps, each)
                     times = " ".join(f"{milliseconds(call):.4f}" for call in calls[:2])
                     print("layer norm", dtype, of_rows.BLOCK, of_rows.ROW, each, times, flush=True)
         for of_tiles.COLUMNS in (128, 256):
             for of_tiles.BYTES in (2048, 4096):
                 for each in (4, 6, 8):
-                    of_tiles.PROGRAMS = each
+                    of_tiles.resident_warps = partial(_warps, each * of_tiles.WARPS)
                     times = " ".join(f"{milliseconds(call):.4f}" for call in calls[-2:])
                     print("gelu", dtype, of_tiles.COLUMNS, of_tiles.BYTES, each, times, flush=True)
 

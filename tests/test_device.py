@@ -58,10 +58,11 @@ COMPILED = {
 }
 
 
+@pytest.mark.parametrize("compile", [True, "trace"])
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 @pytest.mark.parametrize("name", COMPILED)
-def test_a_compiled_step_on_a_gpu_is_the_eager_one(name, mode):
-    """Replayed as a CUDA graph, with our kernels: gradients, buffers, sums in `p.grad`."""
+def test_a_captured_step_on_a_gpu_is_the_eager_one(name, mode, compile):
+    """Replayed as a CUDA graph, compiled with our kernels or with an eager step's: gradients, buffers, `p.grad`."""
     if not torch.cuda.is_available():
         pytest.skip("no accelerator here")
     torch.manual_seed(0)
@@ -70,7 +71,7 @@ def test_a_compiled_step_on_a_gpu_is_the_eager_one(name, mode):
     model = make().to("cuda", memory_format=layout)
     x, y = torch.randn(shape).to("cuda", memory_format=layout), torch.randint(10, shape[:1]).cuda()
     twin = copy.deepcopy(model)
-    step = threepass.ThreePass(model, F.cross_entropy, alpha=0.3, mode=mode, compile=True)
+    step = threepass.ThreePass(model, F.cross_entropy, alpha=0.3, mode=mode, compile=compile)
     with warnings.catch_warnings(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         warnings.simplefilter("ignore", threepass.NormalizationWarning)
         warnings.simplefilter("error", threepass.UncompiledWarning)
@@ -89,7 +90,7 @@ def test_a_compiled_step_on_a_gpu_is_the_eager_one(name, mode):
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bf16"])
 @pytest.mark.parametrize("classes", [10, 100])
 def test_recorded_training_on_a_gpu_is_eager_training(precision, settings, classes):
-    """From images on the device to updated weights, with our kernels: losses and input losses of both splits."""
+    """From images on the device to updated weights, compiled or not: losses and input losses of both splits."""
     if not torch.cuda.is_available():
         pytest.skip("no accelerator here")
     from threepass.train.data import DataSet, Split
@@ -109,13 +110,16 @@ def test_recorded_training_on_a_gpu_is_eager_training(precision, settings, class
         "augment": True,
     }
     runs = []
-    for compile in (False, "require"):
+    for compile in (False, "trace", "require"):
         torch.manual_seed(0)
         model = models.plain(20, classes=classes).cuda()
         runs.append(threepass.fit(model, data, compile=compile, **shared, **settings).history)
-    for ours, theirs in zip(*reversed(runs), strict=True):
-        for name in ("train_loss", "train_input_loss", "val_loss", "val_input_loss"):
-            assert ours[name] == pytest.approx(theirs[name], rel=0.1 if name.endswith("input_loss") else 0.01), name
+    eager, *captured = runs
+    for history in captured:
+        for ours, theirs in zip(history, eager, strict=True):
+            for name in ("train_loss", "train_input_loss", "val_loss", "val_input_loss"):
+                rel = 0.1 if name.endswith("input_loss") else 0.01
+                assert ours[name] == pytest.approx(theirs[name], rel=rel), name
 
 
 def test_programs_for_several_shapes_share_memory_on_a_gpu():

@@ -87,7 +87,7 @@ def check_kernel() -> None:
     from threepass.kernels.activation import triton_kernel as activation_triton
 
     for programs in (1000, 2):  # a block each, and loops over several
-        activation_triton.PROGRAMS = programs
+        activation_triton.resident_warps = lambda device, registers, n=programs: n * activation_triton.WARPS
         for shape in CASES:
             for kind in activation.KINDS:
                 _check_case(shape, kind)

@@ -31,6 +31,18 @@ def multiprocessors(device: torch.device) -> int:
     return _multiprocessors(device.index) if device.type == "cuda" else 1
 
 
+def resident_warps(device: torch.device, registers: int) -> int:
+    """How many warps of so many registers a thread the multiprocessors of a GPU hold at once, all together."""
+    return multiprocessors(device) * (_registers(device.index if device.type == "cuda" else None) // (32 * registers))
+
+
+@functools.cache
+def _registers(index: int | None) -> int:
+    """Of a multiprocessor; of a CPU, and where torch does not say, as many as GPUs have had for long."""
+    known = None if index is None else torch.cuda.get_device_properties(index)
+    return getattr(known, "regs_per_multiprocessor", 2**16)
+
+
 @functools.cache
 def _multiprocessors(index: int | None) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import multiprocessors, on_its_device
+from ..launch import on_its_device, resident_warps
 from ..sums_triton import add_up
 from . import half_gelu
 
-PROGRAMS = 8  # of 4 warps, on each multiprocessor: what an H200 holds at once
+WARPS, REGISTERS = 4, 64  # of a program, and of a thread
 COLUMNS, BYTES = 128, 4096  # of a tile, at most
 
 P, DENSITY = tl.constexpr(half_gelu.P), tl.constexpr(half_gelu.DENSITY)
@@ -82,7 +82,8 @@ def error(
     columns = a.shape[-1]
     rows, width = a.numel() // columns, min(COLUMNS, triton.next_power_of_2(columns))
     block, tiles = BYTES // a.element_size() // width, triton.cdiv(columns, width)
-    part = triton.cdiv(triton.cdiv(rows, block), max(1, PROGRAMS * multiprocessors(a.device) // tiles)) * block
+    programs = resident_warps(a.device, REGISTERS) // WARPS
+    part = triton.cdiv(triton.cdiv(rows, block), max(1, programs // tiles)) * block
     parts = triton.cdiv(rows, part)
     work = torch.empty((parts, columns), dtype=torch.float32, device=a.device)
     _error_kernel[(parts, tiles)](r, a, d, t, e, u, work, rows, part, KIND=kind, C=columns, BR=block, BC=width)

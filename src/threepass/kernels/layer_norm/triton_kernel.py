@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import multiprocessors, on_its_device
+from ..launch import on_its_device, resident_warps
 from ..rounding_triton import rounded_randomly
 from ..sums_triton import add_up
 
-WARPS = 16  # at most, on each multiprocessor: what an H200 holds at once of 128 registers a thread
+REGISTERS = 128  # of a thread
 BLOCK = 512  # numbers of a program of one warp, if they are whole rows
 ROW = 256  # numbers of a row for a warp: a row in several warps meets in shared memory, and its sums wait there
 
@@ -190,5 +190,5 @@ def _blocks(a: Tensor) -> tuple[int, int, dict[str, int]]:
     columns = a.shape[-1]
     rows, width = a.numel() // columns, triton.next_power_of_2(columns)
     block, warps = max(1, BLOCK // width), min(8, max(1, width // ROW))
-    part = triton.cdiv(triton.cdiv(rows, block), max(1, WARPS * multiprocessors(a.device) // warps)) * block
+    part = triton.cdiv(triton.cdiv(rows, block), max(1, resident_warps(a.device, REGISTERS) // warps)) * block
     return rows, part, {"C": columns, "BR": block, "BC": width, "num_warps": warps}
