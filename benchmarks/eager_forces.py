@@ -1,9 +1,10 @@
-"""A loss on forces through a SchNet-like net: `gradient_step` against double backward and plain training, eagerly.
+"""A loss on forces through a SchNet-like net, without a compiler: against double backward and plain training.
 
     python benchmarks/eager_forces.py [--atoms 600] [--edges 12000] [--width 64] [--rounds 15]
 
-The three take turns, so that a change of the machine's load meets them all. Seconds are the process's own (CPU time of
-one thread), the least of all rounds. Prints a table, and with --out writes JSON.
+`gradient_step`, and `GradientStep` with compile="trace". The methods take turns, so that a change of the machine's load
+meets them all. Seconds are the process's own (CPU time of one thread), the least of all rounds. Prints a table, and
+with --out writes JSON.
 
 Result: results/gradient-losses/cpu-schnet.json (and cpu-schnet-small.json for the small batch), quoted by
 docs/gradient-losses.md.
@@ -75,7 +76,18 @@ def methods(atoms: int, edges: int, width: int) -> dict[str, Callable[[], Any]]:
     def gradient_step() -> Any:
         return threepass.gradient_step(model, loss_fn, x, y, wrt="positions")
 
-    return {"plain, energies only": plain, "double backward": double_backward, "gradient_step": gradient_step}
+    captured = threepass.GradientStep(model, loss_fn, wrt="positions", compile="trace")
+
+    def traced() -> Any:
+        model.zero_grad()
+        return captured(x, y)
+
+    return {
+        "plain, energies only": plain,
+        "double backward": double_backward,
+        "gradient_step": gradient_step,
+        "GradientStep, traced": traced,
+    }
 
 
 def measure(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:

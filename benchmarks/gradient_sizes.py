@@ -1,11 +1,12 @@
-"""Batches of molecules of many sizes, a step each: eagerly, by a dynamic program, and by a program for each size.
+"""Batches of molecules of many sizes, a step each: eagerly, by dynamic programs, and by a program for each size.
 
     python benchmarks/gradient_sizes.py --out results/gradient-losses/cpu-sizes.json
 
-The net and the loss, on energies and forces, are those of `eager_forces.py`, on the CPU. A program for each size is
-captured for the first batches only, as many as --static says, because each takes as long as the dynamic one. Of
-compiled steps the wall-clock seconds of the first call with each batch are given, compilation included; of all methods
-the CPU seconds of one thread for a later step with each batch, the least of all rounds, in which methods take turns.
+The net and the loss, on energies and forces, are those of `eager_forces.py`, on the CPU. "traced" is the dynamic
+program of compile="trace", "dynamic" that of compile="require". A program for each size is captured for the first
+batches only, as many as --static says, because each takes as long as the dynamic one. Of captured steps the wall-clock
+seconds of the first call with each batch are given, capture included; of all methods the CPU seconds of one thread for
+a later step with each batch, the least of all rounds, in which methods take turns.
 
 Result: results/gradient-losses/cpu-sizes.json, quoted by docs/gradient-losses.md.
 """
@@ -44,8 +45,8 @@ def double_backward(model: nn.Module, x: dict[str, Tensor], y: tuple[Tensor, Ten
     return torch.autograd.grad(loss_fn(output, g, y), list(model.parameters()))
 
 
-def compiled(model: nn.Module) -> threepass.GradientStep:
-    return threepass.GradientStep(model, loss_fn, wrt="positions", compile="require")
+def captured(model: nn.Module, compile: str = "require") -> threepass.GradientStep:
+    return threepass.GradientStep(model, loss_fn, wrt="positions", compile=compile)
 
 
 def wall_seconds(step: Callable[..., Any], batch: Batch) -> float:
@@ -70,8 +71,10 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     model, draw = Energies(given.width), random.Random(0)
     scales = [draw.uniform(0.5, 1.5) for _ in range(given.sizes)]
     batches = [make_batch(int(s * given.atoms), int(s * given.edges * draw.uniform(0.8, 1.2))) for s in scales]
-    dynamic, static = compiled(model), [compiled(model) for _ in range(given.static)]
+    traced, dynamic = captured(model, "trace"), captured(model)
+    static = [captured(model) for _ in range(given.static)]
     first = {
+        "traced": [wall_seconds(traced, batch) for batch in batches],
         "dynamic": [wall_seconds(dynamic, batch) for batch in batches],
         "static": [wall_seconds(step, batch) for step, batch in zip(static, batches, strict=False)],
     }
@@ -79,6 +82,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, list[Callable[[], Any]]] = {
         "double backward": [partial(double_backward, model, *batch) for batch in batches],
         "gradient_step": [partial(eager, *batch) for batch in batches],
+        "traced": [partial(traced, *batch) for batch in batches],
         "dynamic": [partial(dynamic, *batch) for batch in batches],
         "static": [partial(step, *batch) for step, batch in zip(static, batches, strict=False)],
     }

@@ -171,12 +171,12 @@ def test_costs_of_gradient_losses_are_those_of_the_result_files():
     page = (ROOT / "docs" / "gradient-losses.md").read_text()
     for name in ("cpu-schnet", "cpu-schnet-small"):
         report = json.loads((ROOT / "results" / "gradient-losses" / f"{name}.json").read_text())
-        plain, double, ours = report["seconds"].values()
+        plain, *others = report["seconds"].values()
         size = f"{report['settings']['atoms']} atoms, {report['settings']['edges']:,} edges"
-        assert f"| {size} | {double / plain:.1f}x | {ours / plain:.1f}x |" in page
+        assert f"| {size} | {' | '.join(f'{seconds / plain:.1f}x' for seconds in others)} |" in page
     repeats = json.loads((ROOT / "results" / "gradient-losses" / "cpu-schnet-repeats.json").read_text())["runs"]
     ratios = [run["gradient_step"] / run["double backward"] for run in repeats]
-    assert f"gave {min(ratios):.2f} to {max(ratios):.2f} of double backward's time" in page
+    assert f"gave {min(ratios):.2f} to {max(ratios):.2f} of double backward's time" in " ".join(page.split())
 
 
 @pytest.mark.parametrize(
