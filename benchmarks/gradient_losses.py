@@ -5,8 +5,8 @@
 
 Nets: `gradient_nets.py`. Methods: `plain`, the step without the loss on g; `double`, eager double backward; `traced`,
 output and g traced by make_fx and compiled by Inductor, as NequIP does, with the outer backward pass by AOTAutograd;
-`func`, torch.func; `threepass` and `threepass-compiled`. On a GPU, `double-graph` and `traced-graph` are the same steps
-as CUDA graphs, which `threepass-compiled` is too.
+`func`, torch.func; `threepass`, `threepass-captured` (compile="trace") and `threepass-compiled`. On a GPU,
+`double-graph` and `traced-graph` are the same steps as CUDA graphs, which our captured and compiled steps are too.
 
 First, every net's gradients are compared with double backward in float64 at a tiny size. Memory is the most that a step
 allocated, without the CUDA graph, whose memory is a pool of its own. The largest batch, on a GPU: where the peak, in
@@ -114,8 +114,8 @@ def func(problem: Problem) -> Run:
     return lambda: tuple(torch.func.grad(loss_of)({n: p.detach() for n, p in weights.items()}).values())
 
 
-def ours(problem: Problem, compile: bool = False) -> Step:
-    how: Any = {"compile": "require" if compile else False, "wrt": problem.wrt}
+def ours(problem: Problem, compile: bool | str = False) -> Step:
+    how: Any = {"compile": compile, "wrt": problem.wrt}
     step: threepass.GradientStep | threepass.ThreePass
     if problem.penalty is None:
         step = threepass.GradientStep(problem.model, problem.loss, **how)
@@ -131,9 +131,8 @@ def ours(problem: Problem, compile: bool = False) -> Step:
         return tuple(grads.get(n) for n, _ in weights)
 
     run()
-    if not compile:
+    if step.compiled is None:
         return Step(run, run)
-    assert step.compiled is not None
     if not step.compiled.programs:  # a first call may fill a cache of the net's own: its program comes with the second
         run()
     (program,) = step.compiled.programs
@@ -150,7 +149,8 @@ METHODS: dict[str, Callable[[Problem], Step]] = {
     "traced-graph": lambda problem: graphed(traced(problem)),
     "func": lambda problem: Step(*2 * [func(problem)]),
     "threepass": ours,
-    "threepass-compiled": lambda problem: ours(problem, compile=True),
+    "threepass-captured": lambda problem: ours(problem, compile="trace"),
+    "threepass-compiled": lambda problem: ours(problem, compile="require"),
 }
 COMPILED = ("traced", "threepass-compiled")  # what --prepare runs
 

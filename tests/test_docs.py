@@ -179,6 +179,24 @@ def test_costs_of_gradient_losses_are_those_of_the_result_files():
     assert f"gave {min(ratios):.2f} to {max(ratios):.2f} of double backward's time" in " ".join(page.split())
 
 
+def test_costs_of_batches_of_many_sizes_are_those_of_the_result_file():
+    page = (ROOT / "docs" / "gradient-losses.md").read_text()
+    found = json.loads((ROOT / "results" / "gradient-losses" / "cpu-sizes.json").read_text())
+    seconds = {name: sum(each) for name, each in found["later_cpu_seconds"].items()}
+    for name, title in {
+        "double backward": "double backward",
+        "gradient_step": "`gradient_step`, eager",
+        "traced": '`GradientStep(compile="trace")`, dynamic',
+        "dynamic": "`GradientStep(compile=True)`, dynamic",
+    }.items():
+        captures = sorted(found["first_wall_seconds"].get(name, ()), reverse=True)[:2]
+        form = ".0f" if name == "dynamic" else ".1f"
+        captured = " and ".join(f"{each:{form}}" for each in captures) + " s" if captures else ""
+        assert f"| {title} | {seconds[name]:.2f} s | {captured} |".replace("|  |", "| |") in page
+    own, shared = (1e3 * sum(found["later_cpu_seconds"][name][:2]) / 2 for name in ("static", "dynamic"))
+    assert f"these steps took {own:.1f} ms on average, the same by the dynamic program {shared:.1f} ms" in page
+
+
 @pytest.mark.parametrize(
     ("name", "row"),
     [
