@@ -3,9 +3,9 @@
     python benchmarks/fine_tuning --data DIR --precision bf16 --out results/fine-tuning/runs.jsonl
 
 For each task and number of training examples (100, 500, all), every method's learning rate and strength are chosen by
-the accuracy on the validation set with a seed of their own (SEARCH); then seeds 0, 1, 2 are run with them and measured
-on the test set: clean, with words left out, with typing errors, with noise on the embeddings. "plain, 2x" is plain
-training with twice the steps, for the methods that cost twice as much.
+the accuracy on the validation set with a seed of their own (SEARCH); then other seeds, --seeds of them, are run with
+them and measured on the test set: clean, with words left out, with typing errors, with noise on the embeddings. "plain,
+2x" is plain training with twice the steps, for the methods that cost twice as much.
 
 A run is a line of the file; runs that are in the file are not repeated. Several processes may work on one file: each
 takes the next cell that no other has in hand.
@@ -34,7 +34,7 @@ from threepass.study.reproduce.records import locked
 
 SIZES: dict[str, int] = {"100": 120, "500": 310, "all": 900}  # training examples -> steps: 20, 10, 2 to 3 epochs
 RATES = {"100": (1e-4, 3e-4), "500": (1e-4, 3e-4), "all": (3e-5, 1e-4)}  # at 3e-5, 100 examples are too few steps
-SEARCH, SEEDS = 100, (0, 1, 2)
+SEARCH, SEEDS = 100, 3  # the seed of the search, and how many others are measured: 0, 1, 2
 SLOWEST_FIRST = ("freelb", "sam", "exact", "paper", "r-drop", "plain")
 BATCH, WEIGHT_DECAY, WARM_UP, CLIP = 16, 0.01, 0.1, 1.0
 
@@ -124,7 +124,7 @@ class Study:
         grid = itertools.product(RATES[cell.size], VALUES[cell.method])
         searched = [self.result(Setting(cell, rate, value, SEARCH)) for rate, value in grid]
         best = max(searched, key=lambda r: r["validation"])
-        for seed in SEEDS:
+        for seed in range(self.args.seeds):
             self.result(Setting(cell, best["rate"], best["value"], seed))
 
     def result(self, setting: Setting) -> dict:
@@ -220,6 +220,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("results/fine-tuning/runs.jsonl"))
     parser.add_argument("--only", default="", help="cells whose name contains this: 'trec 100' or 'exact'")
     parser.add_argument("--minutes", type=float, default=math.inf, help="no run is begun after so long")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many are measured on the test set")
     parser.add_argument(
         "--scale", type=float, default=1.0, help="of the steps; below 1 also few test examples: a trial"
     )

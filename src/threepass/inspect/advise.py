@@ -69,7 +69,8 @@ class Advice:
         lines = [
             f'use mode="{self.mode}", strength={self.strength:g}',
             *(f"  why   {reason}" for reason in self.reasons),
-            f"  cost  an eager step here takes: {', '.join(times)}; compile=True is usually faster",
+            f'  cost  an eager step here takes: {", ".join(times)}; compile="trace" (ready within seconds) and '
+            "compile=True (seconds to minutes) are usually faster",
             "  next  train, then change strength by factors of 3; if the loss jumps or diverges, divide the learning "
             "rate by 3",
         ]
