@@ -74,6 +74,7 @@ __all__ = [
     "cpu_attention_backward",
     "cross_entropy_loss",
     "dict_version",
+    "entry_of",
     "fake_mode_with_symbols",
     "foreach_add",
     "foreach_add_",
@@ -232,6 +233,11 @@ PRIVATE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
 def overload_of(op: torch.library.CustomOpDef) -> Any:
     """The operation of `torch.library.custom_op`'s object; seen in 2.10 to 2.13."""
     return op._opoverload
+
+
+def entry_of(operation: Any) -> Callable[..., Any]:
+    """What an `OpOverload` calls, in C++; seen in 2.10 to 2.13."""
+    return operation._op
 
 
 def arguments_of(operation: Any) -> Sequence[Any]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import threepass
-from threepass._torch_compat import aten_foreach_copy
+from threepass._torch_compat import OpOverload, aten_foreach_copy
 from threepass.compile import inductor
 from threepass.compile import trace as tracing
 from threepass.compile.rewrite import simplify
@@ -115,6 +115,20 @@ def test_it_takes_fewer_calls_than_the_eager_step(name, mode, monkeypatch):
     with Calls() as calls:
         eager(x, y)
     assert 0 < sum(isinstance(node.target, torch._ops.OpOverload) for node in graph.nodes) < calls.count
+
+
+def test_operations_are_called_without_the_python_of_their_overloads(monkeypatch):
+    model, x, y = problem("vit")
+    step = threepass.ThreePass(model, F.cross_entropy, strength=0.3, compile="trace")
+    expected = {name: g.clone() for name, g in step(x, y).grads.items()}
+    calls = []
+    called = OpOverload.__call__
+    monkeypatch.setattr(OpOverload, "__call__", lambda op, *a, **k: (calls.append(op), called(op, *a, **k))[1])
+    torch.ops.aten.relu.default(x)
+    assert len(calls) == 1
+    assert_close(step(x, y).grads, expected, 1e-12)
+    assert all(op.namespace == "threepass" for op in calls[1:])  # inside of operations of our own
+    assert len(calls) < 5
 
 
 @pytest.mark.parametrize("mode", ["paper", "exact"])

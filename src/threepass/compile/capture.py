@@ -25,6 +25,7 @@ from .dynamic import Dimensions, Guards, SymbolicInputs
 from .indices import IndexRanges
 from .rewrite.graph import is_ours
 from .trace import Fn, Program, trace
+from .uncompiled import uncompiled
 
 _ours = torch.ops.threepass
 _FAR = {torch.float64: 1e-6, torch.float32: 1e-2}  # of a result's size: far more than rounding, in other formats 0.2
@@ -164,9 +165,7 @@ def capture(
             program = trace(fn, [z.clone() for z in inputs], build.kernels, symbolic, build.compiled)
         if build.kernels and on_gpu:
             inductor.warm_up(program.graph.graph)
-        captured = Captured(
-            program, inductor.compiled(program, inputs) if build.compiled else lambda values: program.graph(*values)
-        )
+        captured = Captured(program, inductor.compiled(program, inputs) if build.compiled else uncompiled(program))
         if symbolic is not None:
             captured.guards = symbolic.guards()
             _compare_with_eager(program, fn, inputs, restore)
