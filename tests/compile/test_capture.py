@@ -21,7 +21,7 @@ import threepass
 from threepass.bench.measure import peak_bytes
 from threepass.compile.capture import capture
 from threepass.compile.inductor import warm_up
-from threepass.compile.rewrite import gates
+from threepass.compile.rewrite import gates, tf32
 from threepass.compile.rewrite.sums import share_sums
 from threepass.compile.trace import trace
 from threepass.core.engine import Task, run
@@ -368,9 +368,9 @@ def test_only_equal_sums_are_shared():
     same(program(a), before, 0)
 
 
-def test_in_half_formats_cheap_products_leave_no_signal_for_pass_3(monkeypatch):
+def test_in_half_formats_cheap_products_leave_no_signal_for_pass_3(as_on_a_gpu):
     """Backpropagation's products are taken in pass 2, and pass 3 reads its gates off the errors, all but the last."""
-    monkeypatch.setattr(conv, "fits", lambda stride, *z, weight: all(map(channels_last, z)))
+    as_on_a_gpu(conv)
     model, x, y = problem("plain", torch.bfloat16)
     model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
     graph = trace(*step_of(model, x, y), kernels=True).graph.graph
@@ -382,10 +382,9 @@ def test_in_half_formats_cheap_products_leave_no_signal_for_pass_3(monkeypatch):
 
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_kernels_take_the_place_of_convolutions_and_their_neighbours(mode, dtype, monkeypatch):
+def test_kernels_take_the_place_of_convolutions_and_their_neighbours(mode, dtype, as_on_a_gpu):
     """On a CPU the operations run their plain twins."""
-    fits = {"now": True}
-    monkeypatch.setattr(conv, "fits", lambda stride, *z, weight: fits["now"] and all(map(channels_last, z)))
+    as_on_a_gpu(conv)
     model, x, y = problem("plain", dtype)
     model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
     step, inputs = step_of(model, x, y, mode=mode)
@@ -398,7 +397,6 @@ def test_kernels_take_the_place_of_convolutions_and_their_neighbours(mode, dtype
     assert found[kernels.conv3x3_input.default] <= (layers if paper else 2 * layers - 1)
     assert found[kernels.conv3x3_weight.default] <= (layers if paper and not half else 2 * layers)
     assert found[torch.ops.aten.convolution.default] == found[torch.ops.aten.convolution_backward.default] == 0
-    fits["now"] = False
     same(ours(*inputs), theirs(*inputs), 1e-6 if dtype == torch.float32 else 2e-2)
     warm_up(ours.graph.graph)
 
@@ -406,9 +404,8 @@ def test_kernels_take_the_place_of_convolutions_and_their_neighbours(mode, dtype
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("change", ["frozen first layer", "computed weight"])
-def test_kernels_in_nets_that_are_trained_in_part_or_by_other_weights(change, dtype, mode, monkeypatch):
-    fits = {"now": True}
-    monkeypatch.setattr(conv, "fits", lambda stride, *z, weight: fits["now"] and all(map(channels_last, z)))
+def test_kernels_in_nets_that_are_trained_in_part_or_by_other_weights(change, dtype, mode, as_on_a_gpu):
+    as_on_a_gpu(conv)
     model, x, y = problem("plain", dtype)
     if change == "frozen first layer":
         model[0].requires_grad_(False)
@@ -418,7 +415,6 @@ def test_kernels_in_nets_that_are_trained_in_part_or_by_other_weights(change, dt
     step, inputs = step_of(model, x, y, mode=mode)
     ours, theirs = trace(step, inputs, kernels=True), trace(step, inputs, kernels=False)
     assert any(node.target is torch.ops.threepass.conv3x3_weight.default for node in ours.graph.graph.nodes)
-    fits["now"] = False
     same(ours(*inputs), theirs(*inputs), 1e-5 if dtype == torch.float32 else 3e-2)
 
 
@@ -440,10 +436,9 @@ class OperandsInTF32(torch.fx.Interpreter):
 
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 @pytest.mark.parametrize("net", ["plain", "resnet", "computed weight", "frozen"])
-def test_signals_are_rounded_to_tf32_where_they_are_computed(net, mode, monkeypatch, traced_for_kernels):
+def test_signals_are_rounded_to_tf32_where_they_are_computed(net, mode, monkeypatch, as_on_a_gpu):
     """All products but those of the image have TF32 numbers for operands, and none has to round them itself."""
-    fits = {"now": True}
-    monkeypatch.setattr(conv, "fits", lambda stride, *z, weight: fits["now"] and all(map(channels_last, z)))
+    as_on_a_gpu(conv)
     model, _, y = problem("resnet" if net == "resnet" else "plain", torch.float32)
     torch.manual_seed(1)  # no ReLU of this batch opens or closes by rounding
     x = torch.randn(4, 3, 8, 8)
@@ -454,10 +449,9 @@ def test_signals_are_rounded_to_tf32_where_they_are_computed(net, mode, monkeypa
     model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
     step, inputs = step_of(model, x, y, mode=mode)
     exact = trace(step, inputs, kernels=True)
-    monkeypatch.setattr("threepass.compile.rewrite.tf32.runs_on", lambda device: True)
-    monkeypatch.setattr("threepass.compile.rewrite.tf32.THIN", 3)
+    as_on_a_gpu(tf32)
+    monkeypatch.setattr(tf32, "THIN", 3)
     rounded = trace(step, inputs, kernels=True)
-    fits["now"] = False
     check = OperandsInTF32(rounded.graph)
     got = check.run(*rounded.state, *inputs)
     assert check.rounded > (0 if net == "resnet" else 3 * check.others)
@@ -466,10 +460,6 @@ def test_signals_are_rounded_to_tf32_where_they_are_computed(net, mode, monkeypa
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     without = trace(step, inputs, kernels=True)
     assert not any(n.kwargs.get("rounded") or n.kwargs.get("round_result") for n in without.graph.graph.nodes)
-
-
-def channels_last(z):
-    return z.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_the_compiler_knows_our_operations_before_it_meets_them(monkeypatch):
@@ -587,16 +577,14 @@ def test_what_the_forward_writes_to_is_written_at_every_call(make, mode, graph_o
 
 
 @pytest.mark.parametrize("make", [Threshold, Shifted])
-def test_kernels_leave_other_gates_and_sums_alone(make, graph_only, monkeypatch):
-    fits = {"now": True}
-    monkeypatch.setattr(conv, "fits", lambda stride, *z, weight: fits["now"] and all(map(channels_last, z)))
+def test_kernels_leave_other_gates_and_sums_alone(make, as_on_a_gpu):
+    as_on_a_gpu(conv)
     torch.manual_seed(0)
     model = make().to(memory_format=torch.channels_last)
     x = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
     step, inputs = step_of(model, x, torch.randint(10, (4,)))
     ours, theirs = trace(step, inputs, kernels=True), trace(step, inputs, kernels=False)
     assert any("conv3x3" in str(node.target) for node in ours.graph.graph.nodes)
-    fits["now"] = False
     same(ours(*inputs), theirs(*inputs), 1e-5)
 
 

@@ -174,12 +174,6 @@ def test_which_products_are_thin(rows, length, columns, thin):
     assert (node.target is products.thin_product) == thin
 
 
-@pytest.fixture
-def packs(monkeypatch):
-    """As on a GPU."""
-    monkeypatch.setattr(packed, "pays", lambda z: z.layout == torch.strided)
-
-
 def test_together_is_each_alone(packs):
     nhwc = torch.randn(4, 5, 3, 3).to(memory_format=torch.channels_last)
     tensors = [torch.randn(3, 4), torch.randn(()), nhwc, torch.randn(2, 6).t(), torch.randn(7).double(), torch.randn(5)]
@@ -267,19 +261,9 @@ def test_a_mix_of_two_weights_is_made_once():
     assert targets.count(torch.ops.threepass.materialized.default) <= 1
 
 
-@pytest.fixture
-def gated_sums_as_on_a_gpu(monkeypatch, traced_for_kernels):
-    monkeypatch.setattr(sums, "can_gate", lambda *tensors, numbers: True)
-
-
-@pytest.fixture
-def batch_norms_as_on_a_gpu(monkeypatch, gated_sums_as_on_a_gpu):
-    monkeypatch.setattr(batch_norm, "fits", lambda *images: True)
-
-
-@pytest.mark.usefixtures("gated_sums_as_on_a_gpu")
-def test_errors_of_residual_blocks_are_materialized():
-    """As on a GPU: one operation for each, in pass 2 alone."""
+def test_errors_of_residual_blocks_are_materialized(as_on_a_gpu):
+    """One operation for each, in pass 2 alone."""
+    as_on_a_gpu(sums, any_format=True)
     graph = agrees(models.resnet(14).double(), *batch(6, 3, 8, 8), "paper")
     names = [str(node.target) for node in graph.nodes]
     assert 0 < names.count("threepass.gated_sum.default") <= 6  # of the stem and 6 blocks; the last one has a mark
@@ -288,9 +272,9 @@ def test_errors_of_residual_blocks_are_materialized():
 
 
 @pytest.mark.parametrize(("mode", "back"), [("paper", 1), ("exact", 2)])
-@pytest.mark.usefixtures("batch_norms_as_on_a_gpu")
-def test_the_sums_of_batch_norms_are_taken_at_once(mode, back):
-    """As on a GPU: pass 3's for all 13 norms; in each backward pass 6 after residual blocks and 6 after ReLUs."""
+def test_the_sums_of_batch_norms_are_taken_at_once(mode, back, as_on_a_gpu):
+    """Pass 3's for all 13 norms; in each backward pass 6 after residual blocks and 6 after ReLUs."""
+    as_on_a_gpu(sums, batch_norm, any_format=True)
     graph = agrees(models.resnet(14).double(), *batch(6, 3, 8, 8), mode)
     names = [str(node.target) for node in graph.nodes]
     assert 0 < names.count("threepass.moments.default") <= 13 + 6 * back
@@ -353,8 +337,8 @@ class HalfANorm(Net):
 
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 @pytest.mark.parametrize("make", [RectifiedTwice, TwoNorms, OneNormTwice, HalfANorm])
-@pytest.mark.usefixtures("batch_norms_as_on_a_gpu")
-def test_only_a_batch_norms_sums_are_taken_at_once(make, mode):
+def test_only_a_batch_norms_sums_are_taken_at_once(make, mode, as_on_a_gpu):
+    as_on_a_gpu(sums, batch_norm, any_format=True)
     torch.manual_seed(1)
     agrees(make().double(), *batch(6, 3, 8, 8), mode)
 

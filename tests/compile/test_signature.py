@@ -365,8 +365,6 @@ def check(w, step, seed):
 
 
 COMPILED = inductor.compiled  # `graph_only` replaces it in every test
-
-
 KINDS = ["module", "closure", "partial", "method"]
 SEQUENCES = st.lists(
     st.tuples(st.sampled_from(sorted(CHANGES)), st.sampled_from([0.5, 1.0, 1.5])), min_size=5, max_size=12
