@@ -1,4 +1,4 @@
-"""What is done to a captured step's graph: it computes the same, and less of it is kept."""
+"""Rewrites of a captured step's graph: it computes the same, and less of it is kept."""
 
 import copy
 from types import SimpleNamespace
