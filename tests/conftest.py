@@ -1,3 +1,4 @@
+import functools
 import os
 import warnings
 
@@ -11,6 +12,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
+
+from threepass.kernels.fusible import is_for_compiler
 
 with warnings.catch_warnings(), forward_ad.dual_level():  # the first dual tensor imports a module that warns
     warnings.simplefilter("ignore")
@@ -46,11 +49,31 @@ def traced_for_kernels(monkeypatch):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch, traced_for_kernels):
-    """A function: after its call, traced graphs have the operations of a kernel package, run in plain PyTorch."""
+    """A function: after its call, traced graphs have the operations of these modules' kernels, run in plain PyTorch.
 
-    def use(package):
-        fits = package.fits
-        monkeypatch.setattr(package, "fits", lambda *z: is_fake(z[0]) and fits(*z))
-        monkeypatch.setattr(package, "runs_on", lambda device: True)
+    With `any_format` for tensors of every format and layout, float64 included.
+    """
+
+    def always(*args, **kwargs):
+        return True
+
+    def in_a_trace(condition, *args, **kwargs):
+        return (is_for_compiler() or any(map(is_fake, args))) and condition(*args, **kwargs)
+
+    def use(*modules, any_format=False):
+        for module in modules:
+            conditions = {"fits", "can_gate"} & vars(module).keys()
+            assert conditions or "runs_on" in vars(module), f"{module.__name__} does not ask where kernels run"
+            for name in conditions:
+                condition = always if any_format else vars(module)[name]
+                monkeypatch.setattr(module, name, functools.partial(in_a_trace, condition))
+            if "runs_on" in vars(module):
+                monkeypatch.setattr(module, "runs_on", always)
 
     return use
+
+
+@pytest.fixture
+def packs(monkeypatch):
+    """As on a GPU: operations on many small tensors are one operation on all of them."""
+    monkeypatch.setattr("threepass.numerics.packed.pays", lambda z: z.layout == torch.strided)

@@ -106,8 +106,25 @@ def test_contributing_lists_the_layers():
     assert listed == [public for names in LAYERS if (public := {n for n in names if n and not n.startswith("_")})]
 
 
+def imports_of_tests(tree: ast.AST) -> list[str]:
+    """The modules and names that begin with `test_` among those that a module imports."""
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{node.module or ''}.{alias.name}" for alias in node.names]
+    return [name for name in names if any(part.startswith("test_") for part in name.split("."))]
+
+
 def test_tests_take_their_helpers_from_helper_modules():
     for path in Path(__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                assert not (node.module or "").startswith("test_"), f"{path.name} imports from {node.module}"
+        assert not (names := imports_of_tests(ast.parse(path.read_text()))), f"{path.name} imports {names}"
+
+
+@pytest.mark.parametrize(
+    "code", ["import test_a", "import rules.test_a as a", "from test_a import b", "from rules import test_a"]
+)
+def test_every_form_of_importing_a_test_is_found(code):
+    assert imports_of_tests(ast.parse(code))
+    assert not imports_of_tests(ast.parse(code.replace("test_a", "a")))

@@ -141,11 +141,7 @@ def test_half_parameters_get_gradients_of_their_own_format(dtype):
     assert_close(grads(model), expected, 0.02)
 
 
-def test_compiled(monkeypatch):
-    """Without the compiler: what is around it is the same."""
-    monkeypatch.setattr(
-        "threepass.compile.inductor.compiled", lambda program, inputs: lambda values: program.graph(*values)
-    )
+def test_compiled(graph_only):
     model, x, y = problem()
     step = threepass.ThreePass(model, F.cross_entropy, alpha=0.3, compile="require")
     losses = [step.loss(x, y), step.loss(2 * x, y)]

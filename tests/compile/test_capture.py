@@ -21,7 +21,7 @@ import threepass
 from threepass.bench.measure import peak_bytes
 from threepass.compile.capture import capture
 from threepass.compile.inductor import warm_up
-from threepass.compile.rewrite import gates
+from threepass.compile.rewrite import gates, tf32
 from threepass.compile.rewrite.sums import share_sums
 from threepass.compile.trace import trace
 from threepass.core.engine import Task, run
@@ -129,15 +129,7 @@ def test_compiled_is_eager_to_ten_digits(name, mode):
     assert step.compiled.graph_bytes is None
 
 
-@pytest.fixture
-def traced_only(monkeypatch):
-    """Captured steps without the compiler: what is around it is the same."""
-    monkeypatch.setattr(
-        "threepass.compile.inductor.compiled", lambda program, inputs: lambda values: program.graph(*values)
-    )
-
-
-def test_alpha_moves_within_one_program_and_every_k_has_two(traced_only):
+def test_alpha_moves_within_one_program_and_every_k_has_two(graph_only):
     model, x, y = problem("mlp")
     alphas = [0.1, 0.4, 0.7, 0.2]
     step = threepass.ThreePass(model, F.cross_entropy, alpha=lambda calls: alphas[calls], every=2, compile=True)
@@ -153,7 +145,7 @@ def test_alpha_moves_within_one_program_and_every_k_has_two(traced_only):
     assert len(step.compiled.programs) == 3
 
 
-def test_gradients_add_up_and_hooks_fire(traced_only):
+def test_gradients_add_up_and_hooks_fire(graph_only):
     model, x, y = problem("mlp")
     seen = []
     step = threepass.ThreePass(model, F.cross_entropy, compile=True)
@@ -167,7 +159,7 @@ def test_gradients_add_up_and_hooks_fire(traced_only):
 
 
 @pytest.mark.parametrize("compile", [False, "require"])
-def test_a_loss_that_no_trained_parameter_has_part_in(compile, traced_only):
+def test_a_loss_that_no_trained_parameter_has_part_in(compile, graph_only):
     """As with loss.backward(), `p.grad` stays as it is; here the loss depends on frozen parameters alone."""
     model, x, y = problem("mlp")
     model.requires_grad_(False).append(nn.Module())
@@ -178,7 +170,7 @@ def test_a_loss_that_no_trained_parameter_has_part_in(compile, traced_only):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_terms_apart_and_strength(traced_only):
+def test_terms_apart_and_strength(graph_only):
     model, x, y = problem("mlp")
     step = threepass.ThreePass(model, F.cross_entropy, strength=2.0, separate=True, compile=True)
     r, expected = step(x, y), threepass.three_pass(model, F.cross_entropy, x, y, strength=2.0, separate=True)
@@ -186,7 +178,7 @@ def test_terms_apart_and_strength(traced_only):
         same(list(getattr(r, field).values()), list(getattr(expected, field).values()), 1e-12)
 
 
-def test_another_place_in_memory_is_another_kind(traced_only):
+def test_another_place_in_memory_is_another_kind(graph_only):
     model, x, y = problem("mlp")
     step = threepass.ThreePass(model, F.cross_entropy, compile=True)
     step(x, y)
@@ -238,7 +230,7 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why_once(model, shape, re
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_rrelu_is_captured_in_evaluation(inplace, traced_only):
+def test_rrelu_is_captured_in_evaluation(inplace, graph_only):
     """It draws no random numbers there."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 10), nn.RReLU(inplace=inplace), nn.Linear(10, 10)).double().eval()
@@ -258,7 +250,7 @@ def test_what_eager_refuses_is_refused_and_nothing_has_changed():
 
 
 @pytest.mark.parametrize("first", ["good", "bad"])
-def test_a_call_that_fails_eagerly_too_is_no_failed_capture(first, traced_only):
+def test_a_call_that_fails_eagerly_too_is_no_failed_capture(first, graph_only):
     """A wrong label in one call: the step is captured when the labels are right."""
     model, x, y = problem("mlp")
     step = threepass.ThreePass(model, F.cross_entropy, compile=True)
@@ -287,7 +279,7 @@ class Tokens(nn.Module):
 
 
 @pytest.mark.parametrize("sizes", [(12, 12, 12), (12, 10, 8, 7)])
-def test_indices_out_of_range_are_an_error_that_changes_nothing(sizes, traced_only):
+def test_indices_out_of_range_are_an_error_that_changes_nothing(sizes, graph_only):
     """Inductor's loops would end the process. Of a program for one size, and of one for many."""
     torch.manual_seed(0)
     model = Tokens()
@@ -376,9 +368,9 @@ def test_only_equal_sums_are_shared():
     same(program(a), before, 0)
 
 
-def test_in_half_formats_cheap_products_leave_no_signal_for_pass_3(monkeypatch):
+def test_in_half_formats_cheap_products_leave_no_signal_for_pass_3(as_on_a_gpu):
     """Backpropagation's products are taken in pass 2, and pass 3 reads its gates off the errors, all but the last."""
-    monkeypatch.setattr(conv, "fits", lambda stride, *z, weight: all(map(channels_last, z)))
+    as_on_a_gpu(conv)
     model, x, y = problem("plain", torch.bfloat16)
     model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
     graph = trace(*step_of(model, x, y), kernels=True).graph.graph
@@ -390,10 +382,9 @@ def test_in_half_formats_cheap_products_leave_no_signal_for_pass_3(monkeypatch):
 
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_kernels_take_the_place_of_convolutions_and_their_neighbours(mode, dtype, monkeypatch):
+def test_kernels_take_the_place_of_convolutions_and_their_neighbours(mode, dtype, as_on_a_gpu):
     """On a CPU the operations run their plain twins."""
-    fits = {"now": True}
-    monkeypatch.setattr(conv, "fits", lambda stride, *z, weight: fits["now"] and all(map(channels_last, z)))
+    as_on_a_gpu(conv)
     model, x, y = problem("plain", dtype)
     model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
     step, inputs = step_of(model, x, y, mode=mode)
@@ -406,7 +397,6 @@ def test_kernels_take_the_place_of_convolutions_and_their_neighbours(mode, dtype
     assert found[kernels.conv3x3_input.default] <= (layers if paper else 2 * layers - 1)
     assert found[kernels.conv3x3_weight.default] <= (layers if paper and not half else 2 * layers)
     assert found[torch.ops.aten.convolution.default] == found[torch.ops.aten.convolution_backward.default] == 0
-    fits["now"] = False
     same(ours(*inputs), theirs(*inputs), 1e-6 if dtype == torch.float32 else 2e-2)
     warm_up(ours.graph.graph)
 
@@ -414,9 +404,8 @@ def test_kernels_take_the_place_of_convolutions_and_their_neighbours(mode, dtype
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("change", ["frozen first layer", "computed weight"])
-def test_kernels_in_nets_that_are_trained_in_part_or_by_other_weights(change, dtype, mode, monkeypatch):
-    fits = {"now": True}
-    monkeypatch.setattr(conv, "fits", lambda stride, *z, weight: fits["now"] and all(map(channels_last, z)))
+def test_kernels_in_nets_that_are_trained_in_part_or_by_other_weights(change, dtype, mode, as_on_a_gpu):
+    as_on_a_gpu(conv)
     model, x, y = problem("plain", dtype)
     if change == "frozen first layer":
         model[0].requires_grad_(False)
@@ -426,7 +415,6 @@ def test_kernels_in_nets_that_are_trained_in_part_or_by_other_weights(change, dt
     step, inputs = step_of(model, x, y, mode=mode)
     ours, theirs = trace(step, inputs, kernels=True), trace(step, inputs, kernels=False)
     assert any(node.target is torch.ops.threepass.conv3x3_weight.default for node in ours.graph.graph.nodes)
-    fits["now"] = False
     same(ours(*inputs), theirs(*inputs), 1e-5 if dtype == torch.float32 else 3e-2)
 
 
@@ -448,10 +436,9 @@ class OperandsInTF32(torch.fx.Interpreter):
 
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 @pytest.mark.parametrize("net", ["plain", "resnet", "computed weight", "frozen"])
-def test_signals_are_rounded_to_tf32_where_they_are_computed(net, mode, monkeypatch, traced_for_kernels):
+def test_signals_are_rounded_to_tf32_where_they_are_computed(net, mode, monkeypatch, as_on_a_gpu):
     """All products but those of the image have TF32 numbers for operands, and none has to round them itself."""
-    fits = {"now": True}
-    monkeypatch.setattr(conv, "fits", lambda stride, *z, weight: fits["now"] and all(map(channels_last, z)))
+    as_on_a_gpu(conv)
     model, _, y = problem("resnet" if net == "resnet" else "plain", torch.float32)
     torch.manual_seed(1)  # no ReLU of this batch opens or closes by rounding
     x = torch.randn(4, 3, 8, 8)
@@ -462,10 +449,9 @@ def test_signals_are_rounded_to_tf32_where_they_are_computed(net, mode, monkeypa
     model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
     step, inputs = step_of(model, x, y, mode=mode)
     exact = trace(step, inputs, kernels=True)
-    monkeypatch.setattr("threepass.compile.rewrite.tf32.runs_on", lambda device: True)
-    monkeypatch.setattr("threepass.compile.rewrite.tf32.THIN", 3)
+    as_on_a_gpu(tf32)
+    monkeypatch.setattr(tf32, "THIN", 3)
     rounded = trace(step, inputs, kernels=True)
-    fits["now"] = False
     check = OperandsInTF32(rounded.graph)
     got = check.run(*rounded.state, *inputs)
     assert check.rounded > (0 if net == "resnet" else 3 * check.others)
@@ -474,10 +460,6 @@ def test_signals_are_rounded_to_tf32_where_they_are_computed(net, mode, monkeypa
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     without = trace(step, inputs, kernels=True)
     assert not any(n.kwargs.get("rounded") or n.kwargs.get("round_result") for n in without.graph.graph.nodes)
-
-
-def channels_last(z):
-    return z.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_the_compiler_knows_our_operations_before_it_meets_them(monkeypatch):
@@ -582,7 +564,7 @@ class Shifted(nn.Module):
     "make",
     [lambda: Written(6, 10), lambda: Toggled(6, 10), lambda: Hooked(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 10))],
 )
-def test_what_the_forward_writes_to_is_written_at_every_call(make, mode, traced_only):
+def test_what_the_forward_writes_to_is_written_at_every_call(make, mode, graph_only):
     if mode == "exact" and make().__class__ is Hooked:
         return  # refused: a hook that changes an error
     torch.manual_seed(0)
@@ -595,16 +577,14 @@ def test_what_the_forward_writes_to_is_written_at_every_call(make, mode, traced_
 
 
 @pytest.mark.parametrize("make", [Threshold, Shifted])
-def test_kernels_leave_other_gates_and_sums_alone(make, traced_only, monkeypatch):
-    fits = {"now": True}
-    monkeypatch.setattr(conv, "fits", lambda stride, *z, weight: fits["now"] and all(map(channels_last, z)))
+def test_kernels_leave_other_gates_and_sums_alone(make, as_on_a_gpu):
+    as_on_a_gpu(conv)
     torch.manual_seed(0)
     model = make().to(memory_format=torch.channels_last)
     x = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
     step, inputs = step_of(model, x, torch.randint(10, (4,)))
     ours, theirs = trace(step, inputs, kernels=True), trace(step, inputs, kernels=False)
     assert any("conv3x3" in str(node.target) for node in ours.graph.graph.nodes)
-    fits["now"] = False
     same(ours(*inputs), theirs(*inputs), 1e-5)
 
 
@@ -645,14 +625,14 @@ class DistributedDataParallel(nn.Sequential):
         (lambda: DistributedDataParallel(nn.Linear(6, 10)), "exchanges gradients between processes"),
     ],
 )
-def test_what_a_program_would_get_wrong_is_not_captured(make, reason, traced_only):
+def test_what_a_program_would_get_wrong_is_not_captured(make, reason, graph_only):
     model = make()
     model, x, y = model.double(), torch.randn(4, 6).double(), torch.randint(10, (4,))
     with pytest.warns(threepass.UncompiledWarning, match=reason):
         threepass.ThreePass(model, F.cross_entropy, compile=True)(x, y)
 
 
-def test_inputs_of_every_kind(traced_only):
+def test_inputs_of_every_kind(graph_only):
     """Dicts of any class, one tensor given twice, parts of larger tensors, numbers that look alike."""
     model = mlp(6, 6).double()
     step = threepass.ThreePass(model, lambda out, y: ((out - y[0]) * y[1]).square().mean(), compile=True)
@@ -681,7 +661,7 @@ class Counting(nn.Module):
         return F.cross_entropy(out, y)
 
 
-def test_state_around_the_model_moves_once_a_call(traced_only):
+def test_state_around_the_model_moves_once_a_call(graph_only):
     model, x, y = problem("mlp")
     loss = Counting()
     step = threepass.ThreePass(model, loss, compile=True)
@@ -691,7 +671,7 @@ def test_state_around_the_model_moves_once_a_call(traced_only):
 
 
 @pytest.mark.filterwarnings("ignore::threepass.errors.AccumulationWarning")
-def test_another_module_hook_or_parameter_is_another_kind(traced_only):
+def test_another_module_hook_or_parameter_is_another_kind(graph_only):
     model, x, y = problem("mlp")
     step = threepass.ThreePass(model, F.cross_entropy, compile=True)
     changes = [
@@ -737,7 +717,7 @@ class Boxing(nn.Linear):
         return Boxed(super().forward(x))
 
 
-def test_an_output_that_a_program_cannot_give_anew_is_not_an_old_one(traced_only):
+def test_an_output_that_a_program_cannot_give_anew_is_not_an_old_one(graph_only):
     model, x, y = Boxing(6, 10).double(), torch.randn(4, 6).double(), torch.randint(10, (4,))
     step = threepass.ThreePass(model, lambda out, y: F.cross_entropy(out.scores, y), compile=True)
     r = step(x, y)
@@ -781,7 +761,7 @@ def test_a_second_capture_comes_from_inductors_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::threepass.errors.AccumulationWarning")
-def test_another_loss_or_model_of_a_step(traced_only):
+def test_another_loss_or_model_of_a_step(graph_only):
     model, x, y = problem("mlp")
     step = threepass.ThreePass(model, F.cross_entropy, compile=True)
     step(x, y)
@@ -796,14 +776,14 @@ def test_another_loss_or_model_of_a_step(traced_only):
         step.model = model
 
 
-def test_the_sign_of_a_zero_in_y(traced_only):
+def test_the_sign_of_a_zero_in_y(graph_only):
     model, x = mlp(6, 6).double(), torch.randn(4, 6).double()
     step = threepass.ThreePass(model, lambda out, y: (out.square() * math.copysign(2, y)).mean(), compile="require")
     for zero in (0.0, -0.0, 0.0, -0.0, -0.0):
         same([step(x, zero).loss], [threepass.three_pass(model, step.loss_fn, x, zero).loss], 1e-12)
 
 
-def test_an_input_that_is_a_buffer_which_the_step_writes_to(traced_only):
+def test_an_input_that_is_a_buffer_which_the_step_writes_to(graph_only):
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
     twin, x = copy.deepcopy(model), torch.randn(4, 6).double()
     step = threepass.ThreePass(model, F.mse_loss, mode="exact", compile=True)
@@ -813,14 +793,14 @@ def test_an_input_that_is_a_buffer_which_the_step_writes_to(traced_only):
     same(everything(found), everything(expected), 1e-12)
 
 
-def test_a_frozen_parameter_whose_elements_share_memory(traced_only):
+def test_a_frozen_parameter_whose_elements_share_memory(graph_only):
     model, x, y = problem("mlp")
     model[1].bias.requires_grad_(False).data = torch.ones(1).double().expand(model[1].bias.shape)
     step = threepass.ThreePass(model, F.cross_entropy, compile="require")
     same(everything(step(x, y)), everything(threepass.three_pass(model, F.cross_entropy, x, y)), 1e-12)
 
 
-def test_a_sparse_sum_of_gradients(traced_only):
+def test_a_sparse_sum_of_gradients(graph_only):
     model, x, y = problem("mlp")
     step = threepass.ThreePass(model, F.cross_entropy, compile="require")
     before = torch.ones_like(model[1].weight).detach()
@@ -829,7 +809,7 @@ def test_a_sparse_sum_of_gradients(traced_only):
     same([model[1].weight.grad], [before + r.grads["1.weight"]], 1e-12)
 
 
-def test_threads_capture_one_after_the_other(traced_only):
+def test_threads_capture_one_after_the_other(graph_only):
     """Tracing patches the whole process."""
     problems = [problem("mlp") for _ in range(3)]
     steps = [threepass.ThreePass(model, F.cross_entropy, compile="require") for model, *_ in problems]
@@ -839,7 +819,7 @@ def test_threads_capture_one_after_the_other(traced_only):
             same(everything(result.result()), everything(threepass.three_pass(model, F.cross_entropy, x, y)), 1e-12)
 
 
-def test_a_dispatch_mode_sees_the_operations(traced_only):
+def test_a_dispatch_mode_sees_the_operations(graph_only):
     model, x, y = problem("mlp")
     step = threepass.ThreePass(model, F.cross_entropy, compile=True)
     step(x, y)
@@ -853,7 +833,7 @@ def test_a_dispatch_mode_sees_the_operations(traced_only):
     assert counts[0] == counts[1]
 
 
-def test_a_sparse_tensor_in_x_runs_eagerly(traced_only):
+def test_a_sparse_tensor_in_x_runs_eagerly(graph_only):
     class Graph(nn.Linear):
         def forward(self, x, edges):
             return super().forward(torch.sparse.mm(edges, x))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from watched import Watched
 
 import threepass
-from threepass.compile import capture, inductor
+from threepass.compile import capture
 from threepass.compile.programs import Programs
 from threepass.errors import CaptureError
 from threepass.models import mlp
@@ -141,12 +141,7 @@ def test_memory_of_signatures_is_bounded():
     assert len(table.programs._entries) < 30
 
 
-@pytest.fixture
-def traced_only(monkeypatch):
-    monkeypatch.setattr(inductor, "compiled", lambda program, inputs: lambda values: program.graph(*values))
-
-
-def test_a_last_smaller_batch_and_many_lengths(traced_only):
+def test_a_last_smaller_batch_and_many_lengths(graph_only):
     torch.manual_seed(0)
     model = mlp(6, 5, 3).double()
     step = threepass.ThreePass(model, F.cross_entropy, compile=True)
@@ -185,7 +180,7 @@ def test_the_warning_says_what_it_costs_and_points_at_the_users_line():
     assert warning.filename == __file__
 
 
-def test_a_refused_program_is_compared_with_the_eager_step(traced_only, monkeypatch):
+def test_a_refused_program_is_compared_with_the_eager_step(graph_only, monkeypatch):
     def refused(*args):
         raise CaptureError("the results differ")
 
@@ -198,7 +193,7 @@ def test_a_refused_program_is_compared_with_the_eager_step(traced_only, monkeypa
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_other_warnings_point_at_the_users_line_too(compile, traced_only):
+def test_other_warnings_point_at_the_users_line_too(compile, graph_only):
     model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
     weight = torch.ones((), requires_grad=True)
     step = threepass.ThreePass(model, lambda out, y: weight * F.cross_entropy(out, y), compile=compile)

@@ -30,7 +30,10 @@ from threepass.compile import inductor
 from threepass.compile.signature import Signature, flattened, input_signature
 from threepass.models import plain
 
-pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning", "ignore::threepass.LeftOutWarning")
+pytestmark = [
+    pytest.mark.usefixtures("graph_only"),
+    pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning", "ignore::threepass.LeftOutWarning"),
+]
 FACTOR = 1.0
 SHIFT = torch.zeros(3, dtype=torch.float64)
 
@@ -361,17 +364,7 @@ def check(w, step, seed):
     assert_close(found[1], found[0], 1e-10)
 
 
-COMPILED = inductor.compiled
-
-
-@pytest.fixture(scope="module", autouse=True)
-def traced_only():
-    """Captured steps without the compiler: what is around it is the same."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inductor, "compiled", lambda program, inputs: lambda values: program.graph(*values))
-        yield
-
-
+COMPILED = inductor.compiled  # `graph_only` replaces it in every test
 KINDS = ["module", "closure", "partial", "method"]
 SEQUENCES = st.lists(
     st.tuples(st.sampled_from(sorted(CHANGES)), st.sampled_from([0.5, 1.0, 1.5])), min_size=5, max_size=12

@@ -19,7 +19,6 @@ from threepass.core.engine import Task, run
 from threepass.core.options import Options
 from threepass.kernels import activation
 from threepass.kernels.activation import half_gelu
-from threepass.numerics import packed
 
 CASES = [(3, 5, 24), (7, 300), (70, 16)]  # rows that fill no block, columns that are no power of two
 OP = torch.ops.threepass.activation_error.default
@@ -215,9 +214,8 @@ def test_a_captured_step_with_the_operation_is_the_engines(name, mode):
 
 
 @pytest.fixture
-def everything_pays(monkeypatch):
-    for module in (packed, half_gelu):
-        monkeypatch.setattr(module, "pays", lambda z: True)
+def everything_pays(monkeypatch, packs):
+    monkeypatch.setattr(half_gelu, "pays", lambda z: True)
 
 
 @pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")

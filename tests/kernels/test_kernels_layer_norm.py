@@ -19,7 +19,6 @@ from threepass.compile.trace import trace
 from threepass.core.engine import Task, run
 from threepass.core.options import Options
 from threepass.kernels import layer_norm
-from threepass.numerics import packed
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
 
@@ -400,10 +399,9 @@ def column_sums(program, dims) -> int:
     return sum(node.target is torch.ops.aten.sum.dim_IntList and node.args[1] == dims for node in nodes)
 
 
-@pytest.mark.usefixtures("everywhere")
-def test_column_sums_are_the_operations_where_gradients_are_packed_in_bfloat16(monkeypatch):
-    """As on a GPU, where the gradients of a format are read as one tensor."""
-    monkeypatch.setattr(packed, "pays", lambda z: True)
+@pytest.mark.usefixtures("everywhere", "packs")
+def test_column_sums_are_the_operations_where_gradients_are_packed_in_bfloat16():
+    """The gradients of a format are read as one tensor."""
     step, inputs, _ = step_of("blocks", torch.bfloat16, exact=True)
     program, without = trace(step, inputs), trace(step, inputs, kernels=False)
     assert column_sums(without, [0, 1])

@@ -6,9 +6,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-import test_rules
 import torch
 from interpreter import interpreted, needs_triton
+from rule_properties import (
+    check_curve_is_the_derivative_of_the_jacobian,
+    check_pull_is_its_transpose,
+    check_push_is_the_jacobian,
+    made,
+    r,
+)
 from torch.nn import functional as F
 
 from threepass.rules import table
@@ -27,12 +33,12 @@ def test_the_rule_with_a_bend_fits_the_grid(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "_RULES", dict(table._RULES))
     write_files(tmp_path)
     runpy.run_path(str(tmp_path / "softplus.py"))
-    row = F.softplus, (test_rules.r(4, 5),), [], []
-    m = test_rules.made(*row[:2])[1]
+    call = F.softplus, (r(4, 5),)
+    m = made(*call)[1]
     assert m.bend is not None
-    test_rules.test_push_is_the_jacobian(*row)
-    test_rules.test_pull_is_its_transpose(*row)
-    test_rules.test_curve_is_the_derivative_of_the_jacobian(*row)
+    check_push_is_the_jacobian(*call)
+    check_pull_is_its_transpose(*call)
+    check_curve_is_the_derivative_of_the_jacobian(*call)
     error, (d,) = torch.randn(2, 1, 4, 5, dtype=torch.float64)
     torch.testing.assert_close(m.bend([error[0]], [d], [None]), m.bend([error[0]], [None], [d]))
 

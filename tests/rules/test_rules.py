@@ -1,13 +1,19 @@
 """Fast rules: push is the Jacobian, pull its transpose, grad their derivative by the weight."""
 
-import dataclasses
 import functools
 
 import pytest
 import torch
 from close import assert_close, plain_grads
+from rule_properties import (
+    check_curve_is_the_derivative_of_the_jacobian,
+    check_pull_is_its_transpose,
+    check_push_is_the_jacobian,
+    made,
+    r,
+    tapped,
+)
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,10 +22,6 @@ import threepass
 from threepass.rules.table import Linearization, key_of, name_of, rule_for
 
 torch.manual_seed(0)
-
-
-def r(*shape):
-    return torch.randn(shape, dtype=torch.float64)
 
 
 # name, function, arguments (the activation first), positions of the weights, positions of additive ones
@@ -111,57 +113,19 @@ GRID = [
 EACH = pytest.mark.parametrize(("func", "args", "weights", "added"), [g[1:] for g in GRID], ids=[g[0] for g in GRID])
 
 
-def made(func, args) -> tuple[torch.Tensor, Linearization]:
-    u = func(*args)
-    keywords = getattr(func, "keywords", {})
-    return u, with_pull_and_curve(rule_for(getattr(func, "func", func)).make(u, *args, **keywords))
-
-
-def with_pull_and_curve(m: Linearization) -> Linearization:
-    """The two parts of a `bend` of one argument: R{d} alone, and the error and the tangent alone."""
-    if m.pull is not None or m.bend is None:
-        return m
-    return dataclasses.replace(
-        m, pull=lambda r: m.bend([r], [None], [None])[0], curve=lambda d, t: m.bend([None], [d], [t])[0]
-    )
-
-
 @EACH
 def test_push_is_the_jacobian(func, args, weights, added):
-    t = torch.randn_like(args[0])
-    with forward_ad.dual_level():
-        expected = forward_ad.unpack_dual(func(forward_ad.make_dual(args[0], t), *args[1:])).tangent
-    torch.testing.assert_close(made(func, args)[1].push(made(func, args)[1].tangent(t)), expected)
+    check_push_is_the_jacobian(func, args)
 
 
 @EACH
 def test_pull_is_its_transpose(func, args, weights, added):
-    u, m = made(func, args)
-    assert m.pull is not None
-    t, d = torch.randn_like(args[0]), torch.randn_like(u)
-    torch.testing.assert_close((d * m.push(m.tangent(t))).sum(), (m.pull(d) * t).sum())
-
-
-def tapped(func, args) -> bool:
-    return func is torch.batch_norm and args[5]
+    check_pull_is_its_transpose(func, args)
 
 
 @EACH
 def test_curve_is_the_derivative_of_the_jacobian(func, args, weights, added):
-    u, m = made(func, args)
-    d, t = torch.randn_like(u), torch.randn_like(args[0])
-    leaves = [z.clone().requires_grad_() if i in (0, *weights, *added) else z for i, z in enumerate(args)]
-    out = func(*leaves)
-    found = torch.autograd.grad(out, [leaves[i] for i in (*weights, *added)], d, retain_graph=True) if weights else ()
-    (d_a,) = torch.autograd.grad(out, leaves[0], d, create_graph=True)
-    phi = (d_a * t).sum()
-    expected = torch.autograd.grad(phi, leaves[0], allow_unused=True)[0] if phi.requires_grad else None
-    if m.curve is None:
-        assert expected is None or not expected.any()
-    elif tapped(func, args):
-        torch.testing.assert_close(m.curve(d_a.detach(), t, *found), expected)
-    else:
-        torch.testing.assert_close(m.curve(d, t), expected)
+    check_curve_is_the_derivative_of_the_jacobian(func, args, weights, added)
 
 
 @EACH

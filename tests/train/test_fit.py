@@ -15,7 +15,6 @@ from training import assert_same, data, simple
 
 import threepass
 from threepass.cli import main
-from threepass.compile import inductor
 from threepass.errors import LossGrowthWarning, LossReductionWarning
 from threepass.models import mlp
 from threepass.train.config import Config
@@ -79,8 +78,7 @@ def test_a_loader_gives_what_the_data_in_memory_gives():
     assert metrics["val_error"] == pytest.approx((r.output.argmax(1) != y).float().mean().item())
 
 
-def test_loaders_with_compiled_steps(monkeypatch, capsys):
-    monkeypatch.setattr(inductor, "compiled", lambda program, inputs: lambda values: program.graph(*values))
+def test_loaders_with_compiled_steps(graph_only, capsys):
     x, y = torch.randn(40, 5).double(), torch.arange(40) % 3
     pair = DataLoader(TensorDataset(x, y), 10), DataLoader(TensorDataset(x, y), 10)
 
@@ -299,8 +297,7 @@ def test_the_bar_says_what_it_does(monkeypatch):
         assert described.completed == 5
 
 
-def test_compilation_is_announced(monkeypatch, capsys):
-    monkeypatch.setattr(inductor, "compiled", lambda program, inputs: lambda values: program.graph(*values))
+def test_compilation_is_announced(graph_only, capsys):
     fit(simple(), data(), epochs=1, batch_size=40, compile=True)
     said = capsys.readouterr().err
     assert "compiling training steps, batches of 40 ..." in said
@@ -318,8 +315,7 @@ def test_a_summed_loss_is_said(capsys):
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_clipping(compile, monkeypatch):
-    monkeypatch.setattr(inductor, "compiled", lambda program, inputs: lambda values: program.graph(*values))
+def test_clipping(compile, graph_only):
     made, by_hand = data(), simple()
     result = fit(simple(), made, epochs=1, batch_size=40, alpha=0.5, lr=1.0, momentum=0.0, clip=0.01, compile=compile)
     moved = torch.cat([(p - q).flatten() for p, q in zip(result.model.parameters(), by_hand.parameters(), strict=True)])

@@ -1,4 +1,4 @@
-"""Where and on what three passes are called: modes of autograd, autocast, hooks, layouts, containers, states."""
+"""`three_pass` in every surrounding: modes of autograd, autocast, hooks, layouts, containers, states of the model."""
 
 import copy
 

@@ -6,7 +6,6 @@ from narrow import BATCH, WIDTH, loss_of_scale, net
 from torch import nn
 
 import threepass
-from threepass.numerics.rounding import round_stochastically, round_to_tf32
 
 FORMATS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
@@ -59,23 +58,6 @@ def test_the_slope_test_can_fail():
     a, t = torch.randn(1000), torch.randn(1000) * 1e-4
     naive = torch.lerp(t.bfloat16(), a.bfloat16(), 0.5).float() - (0.5 * a.bfloat16()).float()
     assert abs((naive @ t / (t @ t)).item() / 0.5) < 0.1
-
-
-@FORMATS
-def test_rounding_has_the_right_mean_and_moves_no_generator(dtype):
-    rng = torch.get_rng_state()
-    z = torch.linspace(-3, 3, 400_001) * (1 + 1e-4)
-    z = torch.cat([z, z * 1e-6])
-    rounded = round_stochastically(z, dtype)
-    assert torch.equal(torch.get_rng_state(), rng)
-    assert torch.equal(rounded, round_stochastically(z, dtype))
-    ulp = torch.finfo(dtype).eps * z.abs().double().clamp_min(torch.finfo(dtype).smallest_normal)
-    off = (rounded.double() - z.double()) / ulp
-    assert off.abs().max() <= 1
-    assert off.mean().abs() < 4 * off.std() / len(z) ** 0.5
-    on_grid = torch.randn(1000).to(dtype)
-    assert torch.equal(round_stochastically(on_grid.float(), dtype), on_grid)
-    assert round_stochastically(torch.tensor([float("inf"), float("nan")]), dtype).isfinite().sum() == 0
 
 
 @FORMATS
@@ -145,15 +127,3 @@ def test_signals_have_the_format_of_what_they_belong_to(mode):
         found = threepass.three_pass(model, nn.functional.cross_entropy, x, y, **step).third_grads
     for name, g in expected.items():
         assert (found[name] - g).norm() <= 0.05 * g.norm(), name
-
-
-def test_tf32_is_the_nearest_of_its_numbers():
-    z = torch.cat([torch.randn(4000), torch.randn(4000) * 1e-30, torch.tensor([1 + 2**-11, -(1 + 2**-11), 0.0, -0.0])])
-    rounded = round_to_tf32(z)
-    assert torch.equal(rounded.view(torch.int32) & 0x1FFF, torch.zeros_like(z, dtype=torch.int32))
-    mantissa, exponent = torch.frexp(z.double())  # 0.5 <= |mantissa| < 1, and TF32 has 11 bits of it
-    nearest = torch.ldexp(torch.trunc(mantissa * 2**11 + 0.5 * mantissa.sign()) / 2**11, exponent)
-    assert torch.equal(rounded.double(), nearest)
-    assert torch.equal(torch.signbit(rounded), torch.signbit(z))
-    not_finite = torch.tensor([0x7FFFFFFF, 0x7F800000, -0x800000], dtype=torch.int32).view(torch.float32)
-    assert torch.equal(round_to_tf32(not_finite).view(torch.int32), not_finite.view(torch.int32))

@@ -1,4 +1,4 @@
-"""What nets with losses on their gradients are made of has fast rules, and gives double backward's gradients."""
+"""What nets with losses on their gradients use has fast rules, and gives double backward's gradients."""
 
 import math
 
@@ -138,7 +138,7 @@ def rules_of(model, x):
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *MODULES])
-def test_pieces(name):
+def test_fast_rules_give_double_backwards_gradients(name):
     torch.manual_seed(0)
     piece = FUNCTIONS[name] if name in FUNCTIONS else MODULES[name]()
     model, x = Piece(piece).double().eval(), torch.randn(4, 3, dtype=torch.float64)

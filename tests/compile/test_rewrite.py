@@ -1,4 +1,4 @@
-"""What is done to a captured step's graph: it computes the same, and less of it is kept."""
+"""Rewrites of a captured step's graph: it computes the same, and less of it is kept."""
 
 import copy
 from types import SimpleNamespace
@@ -18,7 +18,6 @@ from threepass.compile.trace import trace
 from threepass.core.engine import Task, run
 from threepass.core.options import Options
 from threepass.kernels import batch_norm
-from threepass.numerics import packed
 from threepass.numerics.precision import mix_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
@@ -174,44 +173,11 @@ def test_which_products_are_thin(rows, length, columns, thin):
     assert (node.target is products.thin_product) == thin
 
 
-@pytest.fixture
-def packs(monkeypatch):
-    """As on a GPU."""
-    monkeypatch.setattr(packed, "pays", lambda z: z.layout == torch.strided)
-
-
-def test_together_is_each_alone(packs):
-    nhwc = torch.randn(4, 5, 3, 3).to(memory_format=torch.channels_last)
-    tensors = [torch.randn(3, 4), torch.randn(()), nhwc, torch.randn(2, 6).t(), torch.randn(7).double(), torch.randn(5)]
-    results = packed.together(lambda z: z * 2 + 1, tensors)
-    for z, result in zip(tensors, results, strict=True):
-        assert torch.equal(result, z * 2 + 1)
-        assert result.dtype == z.dtype
-    assert results[2].stride() == nhwc.stride()
-    assert packed.together(torch.neg, []) == []
-    sparse = torch.eye(3).to_sparse()
-    assert packed.together(torch.neg, [sparse])[0].is_sparse
-
-
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 def test_packed_gradients_are_the_same(packs, mode):
     torch.manual_seed(0)
     x, y = batch(6, 3, 8, 8)
     agrees(models.resnet(8).double().to(memory_format=torch.channels_last), x, y, mode)
-
-
-def test_terms_of_other_layouts_go_together(packs):
-    a = [torch.randn(4, 5, 3, 3).to(memory_format=torch.channels_last) for _ in range(6)]
-    b = [torch.randn(4, 5, 3, 3).bfloat16() for _ in range(6)]
-    for x, y, result in zip(a, b, packed.together(torch.add, a, b), strict=True):
-        assert torch.equal(result, x + y)
-
-
-def test_large_tensors_are_not_copied(packs, monkeypatch):
-    monkeypatch.setattr(packed, "LARGE", 10)
-    seen = []
-    packed.together(lambda z: seen.append(z.numel()) or z, [torch.randn(n) for n in (3, 4, 5, 6, 7, 11, 12)])
-    assert sorted(seen) == [11, 12, 25]
 
 
 @pytest.mark.parametrize("mode", ["paper", "exact"])
@@ -267,19 +233,9 @@ def test_a_mix_of_two_weights_is_made_once():
     assert targets.count(torch.ops.threepass.materialized.default) <= 1
 
 
-@pytest.fixture
-def gated_sums_as_on_a_gpu(monkeypatch, traced_for_kernels):
-    monkeypatch.setattr(sums, "can_gate", lambda *tensors, numbers: True)
-
-
-@pytest.fixture
-def batch_norms_as_on_a_gpu(monkeypatch, gated_sums_as_on_a_gpu):
-    monkeypatch.setattr(batch_norm, "fits", lambda *images: True)
-
-
-@pytest.mark.usefixtures("gated_sums_as_on_a_gpu")
-def test_errors_of_residual_blocks_are_materialized():
-    """As on a GPU: one operation for each, in pass 2 alone."""
+def test_errors_of_residual_blocks_are_materialized(as_on_a_gpu):
+    """One operation for each, in pass 2 alone."""
+    as_on_a_gpu(sums, any_format=True)
     graph = agrees(models.resnet(14).double(), *batch(6, 3, 8, 8), "paper")
     names = [str(node.target) for node in graph.nodes]
     assert 0 < names.count("threepass.gated_sum.default") <= 6  # of the stem and 6 blocks; the last one has a mark
@@ -288,9 +244,9 @@ def test_errors_of_residual_blocks_are_materialized():
 
 
 @pytest.mark.parametrize(("mode", "back"), [("paper", 1), ("exact", 2)])
-@pytest.mark.usefixtures("batch_norms_as_on_a_gpu")
-def test_the_sums_of_batch_norms_are_taken_at_once(mode, back):
-    """As on a GPU: pass 3's for all 13 norms; in each backward pass 6 after residual blocks and 6 after ReLUs."""
+def test_the_sums_of_batch_norms_are_taken_at_once(mode, back, as_on_a_gpu):
+    """Pass 3's for all 13 norms; in each backward pass 6 after residual blocks and 6 after ReLUs."""
+    as_on_a_gpu(sums, batch_norm, any_format=True)
     graph = agrees(models.resnet(14).double(), *batch(6, 3, 8, 8), mode)
     names = [str(node.target) for node in graph.nodes]
     assert 0 < names.count("threepass.moments.default") <= 13 + 6 * back
@@ -353,8 +309,8 @@ class HalfANorm(Net):
 
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 @pytest.mark.parametrize("make", [RectifiedTwice, TwoNorms, OneNormTwice, HalfANorm])
-@pytest.mark.usefixtures("batch_norms_as_on_a_gpu")
-def test_only_a_batch_norms_sums_are_taken_at_once(make, mode):
+def test_only_a_batch_norms_sums_are_taken_at_once(make, mode, as_on_a_gpu):
+    as_on_a_gpu(sums, batch_norm, any_format=True)
     torch.manual_seed(1)
     agrees(make().double(), *batch(6, 3, 8, 8), mode)
 
@@ -379,14 +335,6 @@ def test_no_product_moves_over_a_write():
     expected = threepass.three_pass(model, F.cross_entropy, x, y, alpha=1.0).grads
     found = program(torch.tensor([1.0, 0.0], dtype=torch.float64), x, y)
     assert_close(dict(zip(expected, found, strict=True)), expected, 1e-10)
-
-
-def test_packs_of_several_formats_are_wide():
-    parts = [torch.randn(3).bfloat16(), torch.randn(2), torch.randn(4).bfloat16()]
-    whole = torch.ops.threepass.pack(parts)
-    assert whole.dtype == torch.float32
-    torch.testing.assert_close(whole, torch.cat([z.float() for z in parts]), rtol=0, atol=0)
-    torch.library.opcheck(torch.ops.threepass.pack.default, (parts,))
 
 
 @pytest.mark.parametrize("mode", ["paper", "exact"])

@@ -151,7 +151,7 @@ def wrong(x):
 def test_other_errors_name_their_line_too():
     with pytest.raises(CaptureError) as caught:
         traced(lambda x: F.relu(wrong(x)), torch.randn(2, 3))
-    assert f"test_tracing.py:{line_of('line: wrong')}, in wrong: `" in str(caught.value)
+    assert f"test_user_code.py:{line_of('line: wrong')}, in wrong: `" in str(caught.value)
     assert "`: RuntimeError: " in str(caught.value)
     assert isinstance(caught.value.__cause__, RuntimeError)
 

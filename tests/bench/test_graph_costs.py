@@ -1,4 +1,4 @@
-"""The benchmark's guard, without a clock: what the captured step computes, moves and keeps alive.
+"""What the graph of a captured step computes, moves and keeps alive: the benchmark's guard, without a clock.
 
 Counted in the graph that is compiled: products of matrices and convolutions (exactly), the bytes that go in and out of
 these, and the most bytes alive at once. Bytes are relative to plain training's graph. A change that makes a step do
