@@ -27,7 +27,8 @@ WITH_ARGUMENTS_OF = {  # an operation's own: the same computation in other opera
     "kernels.layer_norm._plain_bend",
     "rules.norm._BatchNorm.forward",
     "rules.norm._tap",
-    "tape.attention_dropout._attention",
+    "tape.inner_dropout._attention",
+    "tape.inner_dropout._layer_by_layer",
 }
 OTHERS = {"compile.step.CompiledSteps.__call__"}
 OPERATIONS = ("rule(", "custom_op(", "register_fake", "fusible(", "on_its_device", "triton.jit")

@@ -20,7 +20,6 @@ UNCAPTURED = {  # a tensor's value is read, an operation has no shape function, 
     "batch-norm-1d-plain": "is read out of a tensor",  # momentum=None: the average depends on a counter
     "custom-op": "register_fake",
     "dropout-2d-alpha": "alpha_dropout draws random numbers",
-    "lstm-dropout": "lstm draws random numbers",
 }
 
 

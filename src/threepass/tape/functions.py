@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..rules.table import IN_C, is_user_defined, name_of
+from .inner_dropout import RECURRENT
 from .intercept import python_body
 
-_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _RANDOM = {
     "_sample_dirichlet", "_standard_gamma", "alpha_dropout", "bernoulli", "binomial", "cauchy", "exponential",
     "feature_alpha_dropout", "geometric", "log_normal", "multinomial", "normal", "poisson", "rrelu",
@@ -66,6 +66,6 @@ def _traits(func: Any) -> Traits:
         is_metadata=func in _METADATA,
         body=python_body(func),
         writes=_WRITE.fullmatch(name.rpartition(".")[2]) is not None,
-        is_random=users or func in _RECURRENT or name.removesuffix("_") in _RANDOM,
+        is_random=users or func in RECURRENT or name.removesuffix("_") in _RANDOM,
         is_user_defined=users,
     )

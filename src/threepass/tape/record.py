@@ -34,9 +34,9 @@ from ..rules.sync_batch_norm import groups_of, largest
 from ..rules.table import Rule, Tap, rule_for
 from .activity import ActivityTracker
 from .arguments import flatten, tensors_in, unflatten
-from .attention_dropout import body_in_trace
 from .checkpointed import Block, can_be_recorded_again, chain, without_tensors
 from .functions import traits_of
+from .inner_dropout import body_in_trace
 from .intercept import REPLACED, intercepting_functions, with_separate_histories
 from .operation import Operation, results_of, without_contents
 from .replay import as_recorded, is_random, refusing_random_numbers_in_trace

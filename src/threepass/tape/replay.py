@@ -11,12 +11,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .._torch_compat import arguments_of, get_proxy_mode, set_mkldnn_enabled
 from ..errors import CaptureError
 from ..rules.table import name_of
-from .attention_dropout import ATTENTION
 from .functions import Traits
+from .inner_dropout import ATTENTION, RECURRENT
 from .state import random_state, set_random_state
 
 # By cuDNN and oneDNN; PyTorch's own kernels can be differentiated twice.
-_ONCE_DIFFERENTIABLE = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.grid_sampler)
+_ONCE_DIFFERENTIABLE = (*RECURRENT, torch.grid_sampler)
 SILENT_WRITES = {torch.batch_norm: (3, 4), torch.instance_norm: (3, 4)}  # running statistics: no version changes
 
 
