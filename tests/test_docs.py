@@ -107,7 +107,7 @@ def test_benchmarks_say_what_their_result_is_and_which_page_quotes_it(script):
     words = " ".join((ast.get_docstring(ast.parse(script.read_text())) or "").split())
     result = words[words.index("Result: ") :]
     folder = next(iter(re.findall(r"(results/[\w/-]+)/", result)), "results")
-    files = [Path(name).name for name in re.findall(r"[\w/-]+\.json", result)]
+    files = [Path(name).name for name in re.findall(r"[\w/-]+\.jsonl?\b", result)]
     assert all((ROOT / folder / name).exists() for name in files)
     pages = [(ROOT / page).read_text() for page in re.findall(r"docs/[\w-]+\.md", result)]
     own = [script.name, *files, *re.findall(r"`(\w+\.py)`", result)]

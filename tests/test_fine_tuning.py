@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-FOLDER = Path(__file__).resolve().parent.parent / "benchmarks" / "fine_tuning"
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "benchmarks" / "fine_tuning"
 TEXTS = ["what is a cat", "who was it", "where do cats live", "how many are there", "when did it end", "why not"]
 
 
@@ -46,6 +47,14 @@ def data(tmp_path_factory) -> Path:
         lines = [f"{i % 2} {TEXTS[i % len(TEXTS)]}" for i in range(40)]
         (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
     return folder
+
+
+def test_the_page_has_the_tables_of_the_runs():
+    """After new runs: python benchmarks/fine_tuning/tables.py results/fine-tuning/runs.jsonl --into the page."""
+    import tables
+
+    page = (ROOT / "docs" / "fine-tuning.md").read_text()
+    assert tables.fill(page, tables.read(ROOT / "results" / "fine-tuning" / "runs.jsonl")) == page
 
 
 def gradients(method: str, value: float, encoder: Path, data: Path) -> list[torch.Tensor]:
