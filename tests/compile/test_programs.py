@@ -192,7 +192,7 @@ def test_a_refused_program_is_compared_with_the_eager_step(traced_only, monkeypa
     monkeypatch.setattr(capture, "check", refused)
     step = threepass.ThreePass(mlp(4, 3), F.cross_entropy, compile=True)
     with pytest.warns(
-        threepass.UncompiledWarning, match=r"the compiled program took [\d.]+ ms, so this is [\d.]+x slower"
+        threepass.UncompiledWarning, match=r"the captured program took [\d.]+ ms, so this is [\d.]+x slower"
     ):
         step(torch.randn(5, 4), torch.randint(3, (5,)))
 

@@ -223,7 +223,7 @@ def _checked(captured: Captured, inputs: Sequence[Tensor]) -> float:
             str(error), step_seconds=_seconds(lambda: captured.run([z.clone() for z in values]))
         ) from error
     except torch.OutOfMemoryError:
-        text = "there is not enough memory to compare the compiled step with a float64 reference: it is used unchecked"
+        text = "there is not enough memory to compare the captured step with a float64 reference: it is used unchecked"
         warn_caller(text, UncheckedWarning)
         return 0.0
 

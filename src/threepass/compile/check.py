@@ -279,20 +279,21 @@ class Part:
         """Raises a `CaptureError` for the worst output whose compiled figures are too far from the eager ones."""
         if self.unknown:
             warn_caller(
-                f"{self.unknown} of {len(self.eager)} outputs of the compiled step could not be checked, because the "
+                f"{self.unknown} of {len(self.eager)} outputs of the captured step could not be checked, because the "
                 "eager step or the float64 reference is not finite there",
                 UncheckedWarning,
             )
         excess, i, figure = self.worst()
         what = self.name + (names[i] if i < len(names) else f"output {i}")
         if math.isinf(excess):
-            raise CaptureError(f"{what} of the compiled step is not finite, but that of the eager step is")
+            raise CaptureError(f"{what} of the captured step is not finite, but that of the eager step is")
         if excess > 1:
             ours, theirs = getattr(self.eager[i], figure), getattr(self.compiled[i], figure)
             raise CaptureError(
-                f"the compiled step computes {what}, of shape {tuple(self.reference[i].shape)}, incorrectly: compared "
+                f"the captured step computes {what}, of shape {tuple(self.reference[i].shape)}, incorrectly: compared "
                 f"with a float64 reference, its {_WORDS[figure]} is {theirs:.1e}, that of the eager step {ours:.1e}. "
-                "Please report this with your model: either the compiler has a bug, or this check is too strict"
+                "Please report this with your model: either a rewrite or the compiler has a bug, or this check is too "
+                "strict"
             )
 
 
