@@ -153,10 +153,10 @@ class Programs(Generic[P]):
             except CaptureError as error:
                 self.refuse(error)
                 return None
-            entry = self._found(key, make, label, recurring, sizes)
+            entry = self._entry_for(key, make, label, recurring, sizes)
             return entry.program
 
-    def _found(
+    def _entry_for(
         self,
         key: Key,
         make: Callable[[], P],
