@@ -120,7 +120,7 @@ def test_failures_are_not_tried_for_ever():
 def test_required_programs_are_an_error_where_they_cannot_be():
     table = Table(compile="require", max_programs=1)
     assert table.calls("aab") == "cre"  # put off, not refused
-    with pytest.raises(CaptureError, match=r'compile="require".*already captured 1 signatures.*Pad or bucket'):
+    with pytest.raises(CaptureError, match=r'compile="require".*maximum of 1 programs .*already.*Pad or bucket'):
         table.calls("b")
 
 

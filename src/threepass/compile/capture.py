@@ -205,8 +205,8 @@ def _compare_with_eager(program: Program, fn: Fn, inputs: Sequence[Tensor], rest
             rounding = min(100 * torch.finfo(theirs.dtype).eps, 0.02) * largest  # a bias before batch norm has no more
             if difference > _FAR.get(theirs.dtype, 0.2) * theirs.double().norm() + rounding:
                 raise CaptureError(
-                    "traced with dynamic shapes, the model does not compute what it computes eagerly: does its code "
-                    "depend on isinstance(n, int) or str(n) of a size n?"
+                    "traced with dynamic shapes, the model gives other results than eagerly. Its code may use "
+                    "isinstance(n, int) or str(n) of a size n, which guards do not record"
                 )
 
 

@@ -41,7 +41,9 @@ def choose_objective(model: nn.Module, feed: Feed, config: Config, given: GivenF
         smoothed = partial(cross_entropy, label_smoothing=config.label_smoothing)
         loss_fn = mean_squared_error if feed.is_regression else smoothed
     if config.label_smoothing and not (is_default and loss_fn is not mean_squared_error):
-        raise ValueError("label_smoothing is that of the default cross-entropy, which is not used here: leave it out")
+        raise ValueError(
+            "label_smoothing applies only to the default cross-entropy, and this run uses another loss: leave it out"
+        )
     if feed.is_regression and is_squared_error(given.loss_fn):
         _warn_of_scale(feed.targets)
     metric = default_metric(output, y) if metric is None else metric
