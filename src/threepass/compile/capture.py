@@ -119,8 +119,8 @@ class Captured:
 class Build(NamedTuple):
     """How a program is made.
 
-    kernels: False: PyTorch's kernels alone.
-    compiled: False: the traced graph runs operation by operation, without kernels of our own.
+    kernels: False: no fused kernels of our own, only those that an eager step calls too.
+    compiled: False: the traced graph runs operation by operation, with the kernels of an eager step.
     graph: replay it as a CUDA graph; default: if the inputs are on a GPU.
     pool: memory shared with CUDA graphs that never run at the same time.
     varying: the dimensions of the inputs whose sizes may change from call to call. The program then has neither kernels

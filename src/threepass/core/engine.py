@@ -104,18 +104,19 @@ def three_pass(
     Args:
         model: any module; `model(x)`, `model(*x)` for a tuple or `model(**x)` for a dict gives the output.
         loss_fn: `loss_fn(output, y)`, a scalar mean over the samples; None: the loss that the model itself returns, as
-            `output.loss` or `output["loss"]`.
+            `output.loss`, `output["loss"]`, or the first entry of a tuple if it is a scalar.
         x: what the model takes; samples lie along dimension 0.
         y: what the loss takes.
         alpha: the weight of backpropagation, in [0, 1]; 1 is plain training.
         reduction: "batch": the input loss is 1/2 sum_i |dl/dx_i|^2 of the mean loss l; "sample": 1/2 mean_i
             |dl_i/dx_i|^2, which is B times as strong.
-        mode: "paper": pass 3 with f' and the output error frozen; "exact": the true gradient of the input loss.
+        mode: "paper": the derivatives of activations and norms, and the error at the output, are treated as constants;
+            "exact": the true gradient of the input loss.
         strength: instead of alpha and reduction: backpropagation + strength * third pass of reduction="sample".
-        input_at: the module whose output counts as the input; by default the floating-point tensors of x are, or, where
-            there are none, the output of the first embedding that runs.
-        batch_size: the effective batch, where x is only a part of it: the parts' gradients then add up to the whole's.
-            Samples of other ranks do not count by themselves; in `ThreePass` they do.
+        input_at: the name of the module whose output is treated as the input. Default: the floating-point tensors of x
+            or, if it has none, the output of the first embedding that is called.
+        batch_size: the size of the whole batch if x is a micro-batch; the gradients of the micro-batches then add up to
+            those of the whole batch. `three_pass` does not take other ranks into account; `ThreePass` does.
         separate: also give both terms, unweighted, as `backprop_grads` and `third_grads`.
         penalty: the input loss of a sample, a function of its gradient g_i = dl_i/dx_i: "l2", 1/2 |g_i|^2; "l1",
             sum |g_i|; "norm", |g_i|; or a callable that takes the g_i of all samples, structured like r.input_grad,
