@@ -43,6 +43,7 @@ from torch.fx import GraphModule, Interpreter, Node, map_arg
 from .._torch_compat import aten_log_softmax, aten_softmax, tree_leaves, tree_map
 from ..errors import CaptureError, UncheckedWarning, warn_caller
 from ..numerics.precision import HALF
+from ..tape.inputs import is_float
 
 TIMES = 5  # a compiled error of more than so many times the eager one is refused
 # Further eager runs, before a program is refused, on values that differ by so many rounding errors.
@@ -163,12 +164,8 @@ def _jumps(node: Node) -> bool:
     if getattr(node.target, "overloadpacket", None) in _JUMPS:
         return True
     results = [z for z in tree_leaves(node.meta.get("val")) if isinstance(z, Tensor)]
-    takes_floats = any(_is_float(n.meta.get("val")) for n in node.all_input_nodes)
+    takes_floats = any(is_float(n.meta.get("val")) for n in node.all_input_nodes)
     return takes_floats and any(not (z.is_floating_point() or z.is_complex()) for z in results)
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _nudged(values: Sequence[Tensor], epsilon: float, seed: int, but: int | None) -> list[Tensor]:

@@ -23,7 +23,7 @@ from ..errors import UnsupportedError
 from ..numerics.precision import accumulate_dtype, seed_op, start
 from ..tape.arguments import unflatten
 from ..tape.checkpointed import Block, BlockError
-from ..tape.inputs import module_output_as_input, tracking_module_paths
+from ..tape.inputs import call_model, is_float, module_output_as_input, tracking_module_paths
 from ..tape.intercept import intercepting_functions
 from ..tape.operation import Operation
 from ..tape.record import Record
@@ -38,7 +38,7 @@ from .plan import Operand, Plan, Scale, make_plan
 from .propagation import Errors, Propagation
 from .sharded import is_fully_sharded
 from .warn import warn_of_norms, warn_of_other_leaves
-from .wrt import Wrt, is_float, leaves_of, like_inputs, map_inputs, map_leaves, without_other_leaves
+from .wrt import Wrt, leaves_of, like_inputs, map_inputs, map_leaves, without_other_leaves
 
 
 class Task(NamedTuple):
@@ -99,7 +99,7 @@ def three_pass(
 ) -> Result:
     """One step of three-pass learning: alpha * backpropagation + (1 - alpha) * third pass, for every parameter.
 
-    Pure: no `.grad` changes; buffers and random state move as in one training forward.
+    Does not change any `.grad`; buffers and random state advance as in one training forward.
 
     Args:
         model: any module; `model(x)`, `model(*x)` for a tuple or `model(**x)` for a dict gives the output.
@@ -240,7 +240,7 @@ def forward(
         tape.add_weights([z for z in leaves_of((x, y)) if isinstance(z, Tensor)])
         stack.enter_context(intercepting_functions())
         stack.enter_context(tape)
-        output = model(*x) if isinstance(x, tuple) else model(**x) if isinstance(x, Mapping) else model(x)
+        output = call_model(model, x)
         loss = task.loss_fn(output, y)
     if not tape.inputs:
         reason = "no embedding was called" if input_at is None else f"input_at={input_at!r}: this module was not called"

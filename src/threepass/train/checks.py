@@ -1,7 +1,6 @@
 """What is checked before a run begins: that the model, the loss, the data and the settings fit each other."""
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ from .._torch_compat import tree_leaves
 from ..core.misuse import warn_of_masks, warn_of_sum
 from ..core.options import check_loss
 from ..errors import reason_of, warn_caller
+from ..tape.inputs import call_model
 from ..tape.state import unchanged_on_error
 from .config import Config
 from .feed import Feed
@@ -91,7 +91,7 @@ def _first_output(model: nn.Module, feed: Feed, config: Config) -> Any:
     model.eval()
     try:
         with torch.no_grad(), unchanged_on_error(model, always=True):
-            return model(*x) if isinstance(x, tuple) else model(**x) if isinstance(x, Mapping) else model(x)
+            return call_model(model, x)
     except WRONG as error:
         shapes = ", ".join(str(tuple(z.shape)) for z in tree_leaves(x) if isinstance(z, Tensor))
         text = f"the model does not take the examples of {feed.name}, batches of shape {shapes}: {reason_of(error)}"
