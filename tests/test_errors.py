@@ -212,7 +212,7 @@ def test_code_that_torch_functions_do_not_show():
 
     model = Scripted()
     with pytest.raises(
-        threepass.UnsupportedError, match=r"head: linear: one of its arguments was computed by .*TorchScript"
+        threepass.UnsupportedError, match=r"head: linear: one of its arguments .* was computed .*TorchScript"
     ) as raised:
         threepass.three_pass(model, F.cross_entropy, X, Y)
     assert len(raised.value.places) == 1

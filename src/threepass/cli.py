@@ -446,7 +446,7 @@ def bench(
     """Measure what a training step costs: three passes, plain training, and what is used today.
 
     Args:
-        suite: instead of one model, the list of the README: gpu or cpu; or gpu-more, other batches and precisions; or
+        suite: instead of one model, several: gpu, cpu, or gpu-more, other batches and precisions; or
             large: resnet50, vit, gpt2 and convnext, of the sizes that people train. What large has already written is
             not measured again.
         nets: of the suite large, these alone.

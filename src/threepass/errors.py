@@ -40,7 +40,7 @@ class CaptureError(RuntimeError):
     """Says why a step cannot be captured; `compile="require"` raises it where `compile=True` warns.
 
     Attributes:
-        step_seconds: the time of one compiled step, if a program was compiled and then refused; else None.
+        step_seconds: the time of one captured step, if a program was made and then refused; else None.
     """
 
     def __init__(self, reason: str, step_seconds: float | None = None):
@@ -76,7 +76,7 @@ class LeftOutWarning(UserWarning):
 
 
 class UncheckedWarning(UserWarning):
-    """A compiled step is used although it could not be compared with the float64 reference."""
+    """A captured step is used although it could not be compared with the float64 reference."""
 
 
 class AccumulationWarning(UserWarning):
@@ -115,10 +115,12 @@ def warn_uncompiled(error: CaptureError, seconds: float, compile: bool | str = T
     """Says why steps run eagerly and what that costs. seconds: of the eager step that was just measured."""
     cost = f"{seconds * 1e3:.3g} ms, measured on this call"
     if error.step_seconds:
-        refused = f"the compiled program took {error.step_seconds * 1e3:.3g} ms"
+        refused = f"the captured program took {error.step_seconds * 1e3:.3g} ms"
         cost = f"{cost}; {refused}, so this is {seconds / error.step_seconds:.1f}x slower"
     text = f"compile={compile!r}: this step runs eagerly ({cost}), with the same results, because {reason_of(error)}"
-    warn_caller(f'{text}. To get an error with its traceback instead, pass compile="require"', UncompiledWarning)
+    also = ", which also compiles the step" if compile == "trace" else ""
+    advice = f'To get an error with its traceback instead, pass compile="require"{also}'
+    warn_caller(f"{text}. {advice}", UncompiledWarning)
 
 
 def warn_caller(text: str, category: type[Warning]) -> None:

@@ -84,7 +84,8 @@ def init_(
     """Draws the weights of every linear and convolution layer from a normal distribution, and sets its biases to zero.
 
     "balanced" takes the layers as one chain, in the order of `model.modules()`. Other modules with
-    weights (norms, embeddings, the input projection of `nn.MultiheadAttention`) are unchanged; frozen layers are not.
+    weights (norms, embeddings, the input projection of `nn.MultiheadAttention`) keep their values. Layers with
+    requires_grad=False are initialised too.
 
     Args:
         model: any module.

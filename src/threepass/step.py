@@ -158,8 +158,8 @@ class ThreePass(_Step):
     hooks on parameters fire as they do in `backward()`.
 
     Args:
-        strength: the weight of the third pass; backpropagation's gradient has a weight of 1, so that the learning rate
-            of plain training stays right for a small one: start with 0.1.
+        strength: the weight of the third pass. Backpropagation's gradient keeps weight 1, so with a small strength the
+            learning rate of plain training can be kept; start with 0.1.
         alpha: the paper's weights, used where no strength is given: alpha for backpropagation and 1 - alpha for the
             third pass. With the default of 0.1 backpropagation's gradient is a tenth of plain training's, so that SGD
             needs ten times the learning rate, lr / alpha: where neither alpha nor strength is given, the logger
@@ -184,7 +184,8 @@ class ThreePass(_Step):
     r.grads over the ranks is the gradient of the whole batch.
 
     Compiled steps: r.grads have the parameters' dtypes and may share memory with `p.grad`. On a GPU the next call
-    overwrites r.grads and r.input_grad: clone what you keep. Hooks on parameters fire; hooks on autograd nodes do not.
+    overwrites all gradients in the result (r.grads, r.input_grad and, with separate=True, both terms): clone what you
+    keep. Hooks on parameters fire; hooks on autograd nodes do not.
     `print(step.compiled)` lists the captured programs, `step.compiled.compile_seconds` and `.graph_bytes` say what they
     cost, and `step.compiled.reset()` discards them.
     """

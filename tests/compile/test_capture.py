@@ -490,7 +490,7 @@ def test_a_wrong_compiler_is_noticed(monkeypatch):
     monkeypatch.setattr("threepass.compile.inductor.compiled", spoiled)
     model, x, y = problem("mlp")
     step = threepass.ThreePass(model, F.cross_entropy, compile=True)
-    with pytest.warns(threepass.UncompiledWarning, match="the compiled step computes backpropagation's part"):
+    with pytest.warns(threepass.UncompiledWarning, match="the captured step computes backpropagation's part"):
         r = step(x, y)
     same(everything(r), everything(threepass.three_pass(model, F.cross_entropy, x, y)), 0)
 

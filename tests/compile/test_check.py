@@ -206,7 +206,7 @@ def test_results_that_are_not_finite_are_not_called_checked():
     program = trace(problem, problem.inputs)
     problem.inputs[2][0] = math.inf
     values = [*program.state, *problem.inputs]
-    with pytest.warns(UncheckedWarning, match="outputs of the compiled step could not be checked"):
+    with pytest.warns(UncheckedWarning, match="outputs of the captured step could not be checked"):
         check(program.plain, lambda values: program.graph(*values), values, len(program.state))
 
 

@@ -302,7 +302,7 @@ def test_a_program_that_is_wrong_for_other_sizes_is_found_and_dropped(monkeypatc
     assert [entry.label for entry in step.compiled.programs.entries] == [
         f"paper mode, float64[{n}, 6], int64[{n}]" for n in (8, 4, 3)
     ]
-    assert any(", because the compiled step computes " in text for text in caplog.messages)
+    assert any(", because the captured step computes " in text for text in caplog.messages)
 
 
 @pytest.mark.usefixtures("graph_only")

@@ -120,7 +120,7 @@ def test_failures_are_not_tried_for_ever():
 def test_required_programs_are_an_error_where_they_cannot_be():
     table = Table(compile="require", max_programs=1)
     assert table.calls("aab") == "cre"  # put off, not refused
-    with pytest.raises(CaptureError, match=r'compile="require".*already captured 1 signatures.*Pad or bucket'):
+    with pytest.raises(CaptureError, match=r'compile="require".*maximum of 1 programs .*already.*Pad or bucket'):
         table.calls("b")
 
 
@@ -187,7 +187,7 @@ def test_a_refused_program_is_compared_with_the_eager_step(graph_only, monkeypat
     monkeypatch.setattr(capture, "check", refused)
     step = threepass.ThreePass(mlp(4, 3), F.cross_entropy, compile=True)
     with pytest.warns(
-        threepass.UncompiledWarning, match=r"the compiled program took [\d.]+ ms, so this is [\d.]+x slower"
+        threepass.UncompiledWarning, match=r"the captured program took [\d.]+ ms, so this is [\d.]+x slower"
     ):
         step(torch.randn(5, 4), torch.randint(3, (5,)))
 

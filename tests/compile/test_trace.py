@@ -269,6 +269,6 @@ def test_a_step_that_cannot_be_traced_runs_eagerly_with_a_warning():
 
     model = Branching(4, 3)
     step = threepass.ThreePass(model, F.cross_entropy, compile="trace")
-    with pytest.warns(threepass.UncompiledWarning, match="compile='trace': this step runs eagerly"):
+    with pytest.warns(threepass.UncompiledWarning, match="compile='trace': .* which also compiles the step$"):
         r = step(torch.ones(5, 4), torch.zeros(5, dtype=torch.long))
     assert_close(r.grads, {n: p.grad for n, p in model.named_parameters()}, 1e-6)

@@ -149,7 +149,7 @@ def test_a_diverged_run_is_recorded_and_left_out(data, tmp_path):
 
 
 def test_bad_requests_say_what_is_wrong(data, tmp_path):
-    with pytest.raises(ValueError, match="name of its own, also as a folder: 'a b', 'a-b'"):
+    with pytest.raises(ValueError, match="also as folder names: 'a b', 'a-b'"):
         compare(data, net, CONFIG, [Variant("a b"), Variant("a-b")], 1, tmp_path / "x")
     with pytest.raises(ValueError, match="seeds must be at least 1"):
         compare(data, net, CONFIG, VARIANTS, 0, tmp_path / "x")

@@ -267,7 +267,7 @@ def test_two_processes_do_not_train_one_run(data_dir, tmp_path):
         assert mine
         assert not runner.train_missing(jobs, results, runner.Place(data_dir), say=said.append)
     assert set(records.Records(results).read()) == {jobs[1].key}
-    assert "1 runs were in hand elsewhere" in said
+    assert "1 run(s) are being trained by other processes" in said
 
 
 def test_a_diverged_run_is_recorded_as_such(data_dir, tmp_path):

@@ -169,7 +169,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(small, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     write_cifar_python(tmp_path / "cifar-100-python", "cifar100", protocol=2)
     (tmp_path / "cifar-100-python" / "train").write_bytes(pickle.dumps({b"data": Evil()}))
-    with pytest.raises(DataError, match=rf"train: the pickle asks for {os.name}\.?\w*\.system.*refused"):
+    with pytest.raises(DataError, match=rf"train: the pickle refers to {os.name}\.?\w*\.system.*it is not loaded"):
         load("cifar100", root=tmp_path)
     assert not (tmp_path / "ran").exists()
 
@@ -177,7 +177,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(small, tmp_path, monkeypatch)
 @pytest.mark.parametrize("ask", [b"cbuiltins\neval\n.", b"cnumpy\nload\n.", b"cnumpy.core.multiarray\nscalar\n."])
 def test_only_what_arrays_need_is_admitted(tmp_path, ask):
     (tmp_path / "batch").write_bytes(ask)
-    with pytest.raises(DataError, match="refused"):
+    with pytest.raises(DataError, match="it is not loaded"):
         unpickle(tmp_path / "batch")
 
 

@@ -259,7 +259,7 @@ OPTIMIZER = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
         ({"eta_over_alpha": True, "strength": 1.0}, "no strength"),
         ({"alpha": 0.1, "strength": 1.0}, "not both"),
         ({"label_smoothing": 1}, "label_smoothing must be"),
-        ({"label_smoothing": 0.1, "loss_fn": F.cross_entropy}, "label_smoothing is that of the default cross-entropy"),
+        ({"label_smoothing": 0.1, "loss_fn": F.cross_entropy}, "label_smoothing applies only to the default"),
         ({"epochs": "3"}, r"epochs must be a whole number, got '3' \(str\)"),
         ({"lr": True}, r"lr must be a number, got True \(bool\)"),
         ({"optimizer": OPTIMIZER}, r"optimizer must be text, got SGD \( Parameter Group 0 .* \.\.\. \(SGD\)$"),

@@ -6,8 +6,8 @@ forms.py     how a step runs: eagerly, or at its best (captured or compiled, as 
 measure.py   clocks, peak memory, the device's ceilings
 limits.py    operations and bytes that a step cannot do without
 large.py     nets of the sizes that people train, one form after the other
-suite.py     many cases, each in a process of its own: the README's list, and the sweeps
+suite.py     many cases, each in a process of its own: the suites by machine, and the sweeps
 scaling.py   growth with depth, width, batch and image, as fitted exponents
-tables.py    what is printed, and the README's table
+tables.py    what is printed, and the tables of README and docs
 page.py      the sweeps as a page
 """

@@ -1,7 +1,7 @@
 """How a method's step runs: eagerly, traced, or at its best.
 
-Three passes also run as `threepass.ThreePass(compile="trace")`, with PyTorch's own kernels. At its best, a step is one
-program for its fixed shapes, replayed as a CUDA graph on a GPU:
+Three passes also run as `threepass.ThreePass(compile="trace")`, with the kernels of an eager step. At its best, a step
+is one program for its fixed shapes, replayed as a CUDA graph on a GPU:
 
     ThreePass       `threepass.ThreePass(compile=True)`, for the methods that it is
     capture         the whole step, traced with its derivatives into one graph and compiled (`compile/capture.py`)

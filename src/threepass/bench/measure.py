@@ -101,8 +101,8 @@ def _cpu_peak_bytes(step: Run) -> int:
     return most
 
 
-def kernel_times(step: Run, cuda: bool, most: int = 30) -> list[dict[str, Any]]:
-    """The kernels of one step that take longest (on a CPU, the operations), all calls of one name together."""
+def kernel_times(step: Run, cuda: bool) -> list[dict[str, Any]]:
+    """The 30 kernels of one step that take longest (on a CPU, the operations), all calls of one name together."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity], acc_events=True) as profile:
@@ -110,7 +110,7 @@ def kernel_times(step: Run, cuda: bool, most: int = 30) -> list[dict[str, Any]]:
         if cuda:
             torch.cuda.synchronize()
     microseconds = operator.attrgetter("self_device_time_total" if cuda else "self_cpu_time_total")
-    longest = sorted(profile.key_averages(), key=microseconds, reverse=True)[:most]
+    longest = sorted(profile.key_averages(), key=microseconds, reverse=True)[:30]
     return [{"name": e.key[:120], "calls": e.count, "ms": microseconds(e) / 1e3} for e in longest]
 
 

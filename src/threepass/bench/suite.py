@@ -44,7 +44,7 @@ SUITES = {
 
 
 def suite(which: str, out: Path, prepare: bool = False) -> list[Path]:
-    """The README's list for a machine; returns the files. prepare: only compiles, see `prepare_all`."""
+    """Measures all cases of a suite; returns the files. prepare: only compiles, see `prepare_all`."""
     if which not in SUITES:
         raise ValueError(f"suite must be one of {', '.join(SUITES)}, got {which!r}")
     cases = {slug(case): case for case in SUITES[which]}

@@ -138,7 +138,7 @@ def reports(folder: Path) -> list[dict[str, Any]]:
 
 
 def markdown(folder: Path) -> str:
-    """The tables of README: every case's ratios beside its limits, and every method's for the cases that have all."""
+    """The tables of all cases: their ratios beside their limits, and every method's for the cases that have all."""
     parts = []
     cases = reports(folder)
     if not cases:

@@ -120,8 +120,8 @@ class Captured:
 class Build(NamedTuple):
     """How a program is made.
 
-    kernels: False: PyTorch's kernels alone.
-    compiled: False: the traced graph runs operation by operation, without kernels of our own.
+    kernels: False: no fused kernels of our own, only those that an eager step calls too.
+    compiled: False: the traced graph runs operation by operation, with the kernels of an eager step.
     graph: replay it as a CUDA graph; default: if the inputs are on a GPU.
     pool: memory shared with CUDA graphs that never run at the same time.
     varying: the dimensions of the inputs whose sizes may change from call to call. The program then has neither kernels
@@ -204,8 +204,8 @@ def _compare_with_eager(program: Program, fn: Fn, inputs: Sequence[Tensor], rest
             rounding = min(100 * torch.finfo(theirs.dtype).eps, 0.02) * largest  # a bias before batch norm has no more
             if difference > _FAR.get(theirs.dtype, 0.2) * theirs.double().norm() + rounding:
                 raise CaptureError(
-                    "traced with dynamic shapes, the model does not compute what it computes eagerly: does its code "
-                    "depend on isinstance(n, int) or str(n) of a size n?"
+                    "traced with dynamic shapes, the model gives other results than eagerly. Its code may use "
+                    "isinstance(n, int) or str(n) of a size n, which guards do not record"
                 )
 
 
@@ -222,7 +222,7 @@ def _checked(captured: Captured, inputs: Sequence[Tensor]) -> float:
             str(error), step_seconds=_seconds(lambda: captured.run([z.clone() for z in values]))
         ) from error
     except torch.OutOfMemoryError:
-        text = "there is not enough memory to compare the compiled step with a float64 reference: it is used unchecked"
+        text = "there is not enough memory to compare the captured step with a float64 reference: it is used unchecked"
         warn_caller(text, UncheckedWarning)
         return 0.0
 

@@ -43,6 +43,7 @@ from torch.fx import GraphModule, Interpreter, Node, map_arg
 from .._torch_compat import aten_log_softmax, aten_softmax, tree_leaves, tree_map
 from ..errors import CaptureError, UncheckedWarning, warn_caller
 from ..numerics.precision import HALF
+from ..tape.inputs import is_float
 
 TIMES = 5  # a compiled error of more than so many times the eager one is refused
 # Further eager runs, before a program is refused, on values that differ by so many rounding errors.
@@ -163,12 +164,8 @@ def _jumps(node: Node) -> bool:
     if getattr(node.target, "overloadpacket", None) in _JUMPS:
         return True
     results = [z for z in tree_leaves(node.meta.get("val")) if isinstance(z, Tensor)]
-    takes_floats = any(_is_float(n.meta.get("val")) for n in node.all_input_nodes)
+    takes_floats = any(is_float(n.meta.get("val")) for n in node.all_input_nodes)
     return takes_floats and any(not (z.is_floating_point() or z.is_complex()) for z in results)
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _nudged(values: Sequence[Tensor], epsilon: float, seed: int, but: int | None) -> list[Tensor]:
@@ -279,20 +276,21 @@ class Part:
         """Raises a `CaptureError` for the worst output whose compiled figures are too far from the eager ones."""
         if self.unknown:
             warn_caller(
-                f"{self.unknown} of {len(self.eager)} outputs of the compiled step could not be checked, because the "
+                f"{self.unknown} of {len(self.eager)} outputs of the captured step could not be checked, because the "
                 "eager step or the float64 reference is not finite there",
                 UncheckedWarning,
             )
         excess, i, figure = self.worst()
         what = self.name + (names[i] if i < len(names) else f"output {i}")
         if math.isinf(excess):
-            raise CaptureError(f"{what} of the compiled step is not finite, but that of the eager step is")
+            raise CaptureError(f"{what} of the captured step is not finite, but that of the eager step is")
         if excess > 1:
             ours, theirs = getattr(self.eager[i], figure), getattr(self.compiled[i], figure)
             raise CaptureError(
-                f"the compiled step computes {what}, of shape {tuple(self.reference[i].shape)}, incorrectly: compared "
+                f"the captured step computes {what}, of shape {tuple(self.reference[i].shape)}, incorrectly: compared "
                 f"with a float64 reference, its {_WORDS[figure]} is {theirs:.1e}, that of the eager step {ours:.1e}. "
-                "Please report this with your model: either the compiler has a bug, or this check is too strict"
+                "Please report this with your model: either a rewrite or the compiler has a bug, or this check is too "
+                "strict"
             )
 
 

@@ -72,8 +72,8 @@ class IndexRanges:
         bad = bad if limit.ignored is None else bad[bad != limit.ignored]
         if bad.numel():
             raise IndexError(
-                f"index {int(bad[0])} is out of range for {limit.operation}, which takes {size} different ones: a "
-                "class label, a token or another index in x or y is too large or negative"
+                f"index {int(bad[0])} is out of range for {limit.operation}: valid indices are {least} to {size - 1}. "
+                "A class label, a token or another index in x or y is too large or too small"
             )
 
 

@@ -153,10 +153,10 @@ class Programs(Generic[P]):
             except CaptureError as error:
                 self.refuse(error)
                 return None
-            entry = self._found(key, make, label, recurring, sizes)
+            entry = self._entry_for(key, make, label, recurring, sizes)
             return entry.program
 
-    def _found(
+    def _entry_for(
         self,
         key: Key,
         make: Callable[[], P],
@@ -289,10 +289,11 @@ class Programs(Generic[P]):
             if entry.calls <= oldest.uses_since_change:
                 self.refuse(
                     CaptureError(
-                        f"already captured {self.max_programs} signatures (shapes, dtypes, Python values); further "
-                        "ones run eagerly until one comes more often than the least recently used program. Pad or "
-                        "bucket the inputs to a few lengths, drop the last smaller batch (drop_last=True in "
-                        "DataLoader), or set step.compiled.max_programs higher"
+                        f"the maximum of {self.max_programs} programs (one per signature of shapes, dtypes and Python "
+                        "values) is captured already. Another signature runs eagerly until it has been called more "
+                        "often than the least recently used program. Pad or bucket the inputs to a few lengths, drop "
+                        "the last smaller batch (drop_last=True in DataLoader), or set step.compiled.max_programs "
+                        "higher"
                     ),
                     "full",
                 )

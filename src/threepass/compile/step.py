@@ -98,7 +98,7 @@ class Step:
     dicts: list[str]  # the fields of the result with gradients by name, which follow in the outputs
     leaves: list[Any]  # of the rest of the result; a `_Place` is an index into the outputs that remain
     spec: TreeSpec
-    kept: list[Attribute]  # attributes of modules that hold a tensor of the last forward: the last outputs
+    overwritten: list[Attribute]  # attributes of modules that hold a tensor of the last forward: the last outputs
     graph_memory: set[int]
 
     @property
@@ -123,7 +123,7 @@ class Step:
         starts = [i * count for i in range(1, len(self.dicts) + 1)]
         named = [dict(zip(self.names, outputs[i : i + count], strict=True)) for i in starts]
         rest = outputs[(len(self.dicts) + 1) * count :]
-        for (module, name), z in zip(reversed(self.kept), reversed(rest), strict=False):
+        for (module, name), z in zip(reversed(self.overwritten), reversed(rest), strict=False):
             vars(module)[name] = z.clone() if static else z
         found = [rest[leaf.place] if isinstance(leaf, _Place) else leaf for leaf in self.leaves]
         others = tree_unflatten(found, self.spec)
@@ -371,8 +371,8 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call, 
     labels: list[str] = []
     penalties: list[int] = []
     leaves: list[Any] = []
-    made: list[Any] = []
-    kept: list[Attribute] = []
+    structure: list[Any] = []  # the result's class, its fields with gradients by name, and the spec of the rest
+    overwritten: list[Attribute] = []
     check_model(model)
     named = dict(model.named_parameters())
 
@@ -390,12 +390,12 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call, 
             raise CaptureError("the model returns a size, or a number computed from one, which is not a tensor")
         others = [leaf for leaf in found if isinstance(leaf, Tensor)]
         places = iter(range(len(others)))
-        names[:], made[:] = r.grads, [type(r), dicts, result_spec]
+        names[:], structure[:] = r.grads, [type(r), dicts, result_spec]
         labels[:] = [f"the gradient of {n}" for _ in ("grads", *dicts) for n in names] + _labels(remaining)
         penalties[:] = [i for i, label in enumerate(labels) if label == _IN_WORDS["input_loss"]]
         leaves[:] = [_Place(next(places)) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in found]
-        kept[:] = signature.overwritten
-        last = [vars(module)[name].detach() for module, name in kept]
+        overwritten[:] = signature.overwritten
+        last = [vars(module)[name].detach() for module, name in overwritten]
         return [*grads, *(results[name][n] for name in dicts for n in names), *others, *last]
 
     weights, seed = steps._weights_of(call.weights), steps._seed_for(None, 0)
@@ -406,10 +406,10 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call, 
     known = Outputs(labels, penalties)
     build = Build(compiled=steps.programs.compile != "trace", pool=pool, varying=varying)
     captured = capture(step, inputs, build, restore, terms, known)
-    signature.settle(captured.program.state, captured.program.are_constant(len(kept)))
-    kind, dicts, result_spec = made
+    signature.settle(captured.program.state, captured.program.are_constant(len(overwritten)))
+    kind, dicts, result_spec = structure
     trained = [named[n] for n in names]
-    return Step(captured, trained, names, kind, dicts, leaves, result_spec, kept, steps._graph_memory)
+    return Step(captured, trained, names, kind, dicts, leaves, result_spec, overwritten, steps._graph_memory)
 
 
 _IN_WORDS = {

@@ -79,11 +79,11 @@ def trace(
     symbolic: SymbolicInputs | None = None,
     compiled: bool = True,
 ) -> Program:
-    """fn as one graph of ATen operations, with kernels of our own where they are faster, unless kernels=False.
+    """fn as one graph of ATen operations, with fused kernels of our own where they are faster, unless kernels=False.
 
     fn runs once: what it changes besides its results, the caller puts back. symbolic: fn gets these fake tensors in
     place of the inputs, and computes with their sizes as symbols; it then changes nothing but attributes. compiled:
-    False: the graph is for running operation by operation, with PyTorch's own kernels.
+    False: the graph is for running operation by operation, with the kernels of an eager step.
     """
 
     def watched(*inputs: Tensor) -> Sequence[Tensor]:

@@ -34,8 +34,8 @@ def check_engine(model: nn.Module) -> None:
     """Raises for parameters that DeepSpeed partitions (ZeRO stage 3), and for pipelines."""
     if any(hasattr(p, "ds_id") for p in model.parameters()):
         raise NotImplementedError(
-            "the parameters of the model are partitioned by ZeRO stage 3 of DeepSpeed, which frees those of a layer "
-            "after its forward, and three passes read them again: use stage 2, or fully_shard (FSDP2) of PyTorch"
+            "the parameters of the model are partitioned by ZeRO stage 3 of DeepSpeed, which frees each layer's "
+            "parameters after its forward, but later passes need them: use stage 2, or fully_shard (FSDP2) of PyTorch"
         )
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is not None and isinstance(model, deepspeed.PipelineEngine):

@@ -23,7 +23,7 @@ from ..errors import UnsupportedError
 from ..numerics.precision import accumulate_dtype, seed_op, start
 from ..tape.arguments import unflatten
 from ..tape.checkpointed import Block, BlockError
-from ..tape.inputs import module_output_as_input, tracking_module_paths
+from ..tape.inputs import call_model, is_float, module_output_as_input, tracking_module_paths
 from ..tape.intercept import intercepting_functions
 from ..tape.operation import Operation
 from ..tape.record import Record
@@ -38,7 +38,7 @@ from .plan import Operand, Plan, Scale, make_plan
 from .propagation import Errors, Propagation
 from .sharded import is_fully_sharded
 from .warn import warn_of_norms, warn_of_other_leaves
-from .wrt import Wrt, is_float, leaves_of, like_inputs, map_inputs, map_leaves, without_other_leaves
+from .wrt import Wrt, leaves_of, like_inputs, map_inputs, map_leaves, without_other_leaves
 
 
 class Task(NamedTuple):
@@ -99,23 +99,24 @@ def three_pass(
 ) -> Result:
     """One step of three-pass learning: alpha * backpropagation + (1 - alpha) * third pass, for every parameter.
 
-    Pure: no `.grad` changes; buffers and random state move as in one training forward.
+    Does not change any `.grad`; buffers and random state advance as in one training forward.
 
     Args:
         model: any module; `model(x)`, `model(*x)` for a tuple or `model(**x)` for a dict gives the output.
         loss_fn: `loss_fn(output, y)`, a scalar mean over the samples; None: the loss that the model itself returns, as
-            `output.loss` or `output["loss"]`.
+            `output.loss`, `output["loss"]`, or the first entry of a tuple if it is a scalar.
         x: what the model takes; samples lie along dimension 0.
         y: what the loss takes.
         alpha: the weight of backpropagation, in [0, 1]; 1 is plain training.
         reduction: "batch": the input loss is 1/2 sum_i |dl/dx_i|^2 of the mean loss l; "sample": 1/2 mean_i
             |dl_i/dx_i|^2, which is B times as strong.
-        mode: "paper": pass 3 with f' and the output error frozen; "exact": the true gradient of the input loss.
+        mode: "paper": the derivatives of activations and norms, and the error at the output, are treated as constants;
+            "exact": the true gradient of the input loss.
         strength: instead of alpha and reduction: backpropagation + strength * third pass of reduction="sample".
-        input_at: the module whose output counts as the input; by default the floating-point tensors of x are, or, where
-            there are none, the output of the first embedding that runs.
-        batch_size: the effective batch, where x is only a part of it: the parts' gradients then add up to the whole's.
-            Samples of other ranks do not count by themselves; in `ThreePass` they do.
+        input_at: the name of the module whose output is treated as the input. Default: the floating-point tensors of x
+            or, if it has none, the output of the first embedding that is called.
+        batch_size: the size of the whole batch if x is a micro-batch; the gradients of the micro-batches then add up to
+            those of the whole batch. `three_pass` does not take other ranks into account; `ThreePass` does.
         separate: also give both terms, unweighted, as `backprop_grads` and `third_grads`.
         penalty: the input loss of a sample, a function of its gradient g_i = dl_i/dx_i: "l2", 1/2 |g_i|^2; "l1",
             sum |g_i|; "norm", |g_i|; or a callable that takes the g_i of all samples, structured like r.input_grad,
@@ -239,7 +240,7 @@ def forward(
         tape.add_weights([z for z in leaves_of((x, y)) if isinstance(z, Tensor)])
         stack.enter_context(intercepting_functions())
         stack.enter_context(tape)
-        output = model(*x) if isinstance(x, tuple) else model(**x) if isinstance(x, Mapping) else model(x)
+        output = call_model(model, x)
         loss = task.loss_fn(output, y)
     if not tape.inputs:
         reason = "no embedding was called" if input_at is None else f"input_at={input_at!r}: this module was not called"

@@ -106,8 +106,8 @@ def gradient_step(
     """One step on a loss of the model's output and of its gradient at the input: forces, R1, Eikonal and the like.
 
     The gradients are those of loss_fn(output, g, y) with g = d value_fn(output) / dx, as
-    `torch.autograd.grad(..., create_graph=True)` and a second backward pass would give them. Pure: no `.grad` changes;
-    buffers and random state move as in one training forward.
+    `torch.autograd.grad(..., create_graph=True)` and a second backward pass would give them. Does not change any
+    `.grad`; buffers and random state advance as in one training forward.
 
     Args:
         model: any module; `model(x)`, `model(*x)` for a tuple or `model(**x)` for a dict gives the output.

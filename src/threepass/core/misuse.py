@@ -33,8 +33,7 @@ class AccumulationWatch:
         updated = before is not None and (now is None or now[0] != before[0])
         if updated and accumulated > 1 and not self._has_warned:
             self._has_warned = True
-            effect = "the update uses the sum of their gradients instead of the mean, and with alpha= the third term"
-            _warn_of_accumulation(accumulated, effect)
+            _warn_of_accumulation(accumulated, "the update uses the sum of their gradients instead of the mean, and ")
 
     def after_call(self, parameters: Iterable[nn.Parameter]) -> None:
         self._after = self._versions(parameters)
@@ -61,7 +60,7 @@ class BackwardWatch:
         updated = p is not None and self._version is not None and p._version != self._version
         if updated and self.losses > 1 and not self._has_warned:
             self._has_warned = True
-            _warn_of_accumulation(self.losses, "with alpha= the third term")
+            _warn_of_accumulation(self.losses)
 
     def follow(self, loss: Tensor, parameters: Iterable[nn.Parameter]) -> None:
         """Counts the loss when its backward pass runs."""
@@ -81,11 +80,11 @@ def _trained(parameters: Iterable[nn.Parameter]) -> nn.Parameter | None:
     return next((p for p in parameters if p.requires_grad and not p.is_inference()), None)
 
 
-def _warn_of_accumulation(calls: int, effect: str) -> None:
+def _warn_of_accumulation(calls: int, effect: str = "") -> None:
     warn_caller(
         f"the gradients of {calls} calls were accumulated for one update without batch_size=, so each call was treated "
-        f"as a whole batch: {effect} is weighted for the size of one call's batch. Pass batch_size=, the number of "
-        f"samples in all {calls} calls together",
+        f"as a whole batch: {effect}with alpha= the third pass's gradient is weighted for the size of one call's "
+        f"batch. Pass batch_size=, the number of samples in all {calls} calls together",
         AccumulationWarning,
     )
 
@@ -116,7 +115,7 @@ def warn_of_sum(
     if samples > 1 and one and abs(doubled / one - 2) < 1e-3:
         warn_once(
             model,
-            "loss_fn is a sum over the batch, not a mean, so the third term grows with the batch size "
+            "loss_fn is a sum over the batch, not a mean, so the third pass's gradient grows with the batch size "
             f'(with penalty="l2" it is {samples}^2 times as large for this batch). Use reduction="mean", or divide the '
             "loss by the number of samples",
             LossReductionWarning,

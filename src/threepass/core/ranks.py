@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ..tape.inputs import call_model
 from .deepspeed import check_engine, count_engine_ranks, hooks_moved, is_engine
 from .precomputed_loss import PrecomputedLoss
 from .sharded import count_shards, is_fully_sharded, loss_through_shards, sharded_modules
@@ -134,7 +135,7 @@ def _loss_through_wrapper(wrapper: nn.Module, x: Any, passes: Passes) -> Tensor:
     with torch.inference_mode(False), torch.enable_grad(), moved:
         _set_module(wrapper, stand_in)
         try:
-            return wrapper(*x) if isinstance(x, tuple) else wrapper(**x) if isinstance(x, Mapping) else wrapper(x)
+            return call_model(wrapper, x)
         finally:
             _set_module(wrapper, module)
 

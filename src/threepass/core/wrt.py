@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .._torch_compat import tree_leaves, tree_map
+from ..tape.inputs import is_float
 
 Key = str | int
 Wrt = Key | tuple[Key, ...] | None
@@ -83,10 +84,6 @@ def map_leaves(fn: Callable[[Any], Any], x: Any) -> Any:
 def leaves_of(x: Any) -> list[Any]:
     """`tree_leaves`, at once where x is a tensor."""
     return [x] if isinstance(x, Tensor) else tree_leaves(x)
-
-
-def is_float(z: Any) -> bool:
-    return isinstance(z, Tensor) and z.is_floating_point()
 
 
 def _entries(x: Any) -> dict[Any, Any]:

@@ -15,6 +15,7 @@ from ..core.engine import Result, Task, forward, run
 from ..core.misuse import warn_of_sum
 from ..core.options import Options, check_model, check_x
 from ..core.warn import curved_norms
+from ..tape.inputs import call_model
 from ..tape.operation import Operation
 from ..tape.record import Record
 from ..tape.state import autograd_enabled, unchanged_on_error
@@ -208,8 +209,7 @@ def _step_seconds(model, loss_fn, x, y, input_at: str | None) -> dict[str, float
     x = dict(x) if isinstance(x, Mapping) else x
 
     def plain() -> None:
-        output = model(*x) if isinstance(x, tuple) else model(**x) if isinstance(x, dict) else model(x)
-        torch.autograd.grad(loss_fn(output, y), parameters, allow_unused=True)
+        torch.autograd.grad(loss_fn(call_model(model, x), y), parameters, allow_unused=True)
 
     def three(mode: str) -> Callable[[], Any]:
         options = Options(mode=mode, strength=START, input_at=input_at)

@@ -13,6 +13,7 @@ from ..core.gradients import Gradients
 from ..core.options import Options, check_model, check_x
 from ..core.plan import make_plan
 from ..errors import Place, UnsupportedError
+from ..rules.generic import leaf_tensors_of
 from ..tape.operation import Operation
 from ..tape.record import Record
 from ..tape.state import autograd_enabled, unchanged_on_error
@@ -118,15 +119,4 @@ def _rows(model: nn.Module, tape: Record, operations: list[Operation]) -> tuple[
 
 def _parameters_of(weight: Tensor) -> list[Tensor]:
     """The leaves that a weight is computed from."""
-    if weight.is_leaf:
-        return [weight]
-    found, seen, todo = [], set(), [weight.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        todo.extend(child for child, _ in node.next_functions)
-    return found
+    return [weight] if weight.is_leaf else list(leaf_tensors_of(weight))

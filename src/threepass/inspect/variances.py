@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .._torch_compat import tree_leaves, tree_map
 from ..core.options import Options, check_loss, check_model, check_x
 from ..init import LAYERS, Fans, gain
-from ..tape.inputs import module_output_as_input
+from ..tape.inputs import call_model, is_float, module_output_as_input
 from ..tape.state import autograd_enabled, unchanged_on_error
 
 
@@ -175,16 +175,13 @@ class _Inputs:
 
 
 def _output(model: nn.Module, x: Any, inputs: Any, input_at: str | None) -> Any:
-    def is_float(z: Any) -> bool:
-        return isinstance(z, Tensor) and z.is_floating_point()
-
     x = dict(x) if isinstance(x, Mapping) else x
     with contextlib.ExitStack() as stack:
         if input_at is None and any(map(is_float, tree_leaves(x))):
             x = tree_map(lambda z: inputs.add_input(z) if is_float(z) else z, x)
         else:
             stack.enter_context(module_output_as_input(model, inputs, input_at))
-        return model(*x) if isinstance(x, tuple) else model(**x) if isinstance(x, dict) else model(x)
+        return call_model(model, x)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ def together(f: Callable[..., Tensor], *terms: Sequence[Tensor]) -> list[Tensor]
         if len(places) > FEW:
             first = [rows[i][0] for i in places]
             packed = [torch.ops.threepass.pack(_flat([rows[i][k] for i in places], first)) for k in range(len(terms))]
-            results |= zip(places, _apart(f(*packed), first), strict=True)
+            results |= zip(places, _split_like(f(*packed), first), strict=True)
     return [results[i] if i in results else f(*row) for i, row in enumerate(rows)]
 
 
@@ -62,7 +62,7 @@ def _flat(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
     return [(z.permute(0, 2, 3, 1) if is_nhwc(order) else z).reshape(-1) for z, order in pairs]
 
 
-def _apart(whole: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def _split_like(whole: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The parts of a flat tensor, in the shapes that were flattened."""
     parts = []
     for z, part in zip(like, whole.split([math.prod(z.shape) for z in like]), strict=True):

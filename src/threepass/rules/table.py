@@ -142,13 +142,14 @@ def rule(
         reads: "a": the rule reads its arguments, and of u only shape and dtype; "u": it reads u, and of the first
             argument only shape and dtype (the mask of a ReLU can be read from either). A rule with "u" must accept
             every call.
-        flat: the operation is affine, or piecewise so, in all its active arguments together: a `pull` comes without a
-            `curve`, and a `bend` reads neither d nor t, so that exact mode does not need the output's error. Of
-            torch's own operations, those listed in `linearity.py` need not say so.
+        flat: the operation is affine, or piecewise affine, in all active arguments together: the rule returns a `pull`
+            without a `curve`, or a `bend` that uses neither d nor t, and exact mode does not keep the output's error.
+            Not needed for torch operations listed in `linearity.py`.
         tap: runs the call in pass 1 in place of the function, or returns None. The error d in the `Linearization` is
             then that of a, and pass 2 computes the weights' gradients; `curve` gets them after d and t. The rule must
             accept every call that its tap has run.
-        bilinear: where only one argument depends on the input, every result of the rule has a `pull` and no `curve`.
+        bilinear: promises that calls in which only one argument depends on the input get a `pull` and no `curve`, so
+            that exact mode need not keep the output's error.
         several: the operation returns several tensors, and u is the list of them; the rule is for operations without
             weights, and every result of it has a `bend`.
 

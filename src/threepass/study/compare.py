@@ -421,7 +421,9 @@ def _check(plan: Comparison) -> None:
     folders = [v.folder for v in plan.variants]
     twice = sorted({v.name for v in plan.variants if folders.count(v.folder) > 1 or not v.folder})
     if twice:
-        raise ValueError(f"every variant needs a name of its own, also as a folder: {', '.join(map(repr, twice))}")
+        raise ValueError(
+            f"variant names must be unique and not empty, also as folder names: {', '.join(map(repr, twice))}"
+        )
     for variant in plan.variants:  # what cannot be trained is an error of the trainer
         Trainer(plan.fresh_model(0), plan.data, variant.config(plan.config, 0), GivenFunctions(plan.loss_fn))
 

@@ -23,6 +23,7 @@ from ..train.data import DataSet
 
 SIGMAS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
 RADII = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.12, 0.16)
+STEPS = 10  # of PGD
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,6 @@ def robustness(
     data: DataSet,
     sigmas: Sequence[float] = SIGMAS,
     radii: Sequence[float] = RADII,
-    steps: int = 10,
     examples: int = 500,
 ) -> dict[str, Any]:
     """Accuracy at every sigma of noise and every radius of attack, as a record for JSON.
@@ -90,10 +90,10 @@ def robustness(
         "examples": len(p.y),
         "of": "pixel" if data.train.x.dim() == 4 or data.train.x.dtype == torch.uint8 else "feature",
         "range": [p.low, p.high],
-        "steps": steps,
+        "steps": STEPS,
         "noise": {"at": list(sigmas), "accuracy": [_right(model, p, x).double().mean().item() for x in noisy]},
         "fgsm": {"at": list(radii), "accuracy": [_right(model, p, x).double().mean().item() for x in moved]},
-        "pgd": {"at": list(radii), "accuracy": _pgd_accuracies(model, p, radii, steps)},
+        "pgd": {"at": list(radii), "accuracy": _pgd_accuracies(model, p, radii)},
     }
 
 
@@ -102,16 +102,16 @@ def fgsm(model: nn.Module, p: Pixels, eps: float) -> Tensor:
     return p.clamp(p.x + eps * input_gradient(model, p, p.x).sign())
 
 
-def pgd(model: nn.Module, p: Pixels, eps: float, steps: int = 10) -> tuple[Tensor, Tensor]:
+def pgd(model: nn.Module, p: Pixels, eps: float) -> tuple[Tensor, Tensor]:
     """Projected gradient ascent from the example itself: where every example ends, and whether it is still right there.
 
     An example stays where it is first classified wrongly: an attacker would stop there.
     """
     points, held = p.x.clone(), _right(model, p, p.x)
-    for _ in range(steps if eps else 0):
+    for _ in range(STEPS if eps else 0):
         left = held.nonzero()[:, 0]
         rest = p.part(left)
-        moved = points[left] + 2.5 * eps / steps * input_gradient(model, rest, points[left]).sign()
+        moved = points[left] + 2.5 * eps / STEPS * input_gradient(model, rest, points[left]).sign()
         points[left] = p.clamp(moved.clamp(rest.x - eps, rest.x + eps))
         held[left] = _right(model, rest, points[left])
     return points, held
@@ -125,11 +125,11 @@ def input_gradient(model: nn.Module, p: Pixels, at: Tensor) -> Tensor:
     return gradient
 
 
-def _pgd_accuracies(model: nn.Module, p: Pixels, radii: Sequence[float], steps: int) -> list[float]:
+def _pgd_accuracies(model: nn.Module, p: Pixels, radii: Sequence[float]) -> list[float]:
     """What falls to a radius falls to every larger one: the point is in that ball too."""
     total, accuracies = len(p.y), {}
     for eps in sorted(radii):
-        p = p.part(pgd(model, p, eps, steps)[1])
+        p = p.part(pgd(model, p, eps)[1])
         accuracies[eps] = len(p.y) / total
     return [accuracies[eps] for eps in radii]
 

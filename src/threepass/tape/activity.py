@@ -16,6 +16,11 @@ from .intercept import FunctionInterceptor
 from .signals import ActivationMeta, Storage, storage_of
 from .storages import StorageIndex
 
+_UNSEEN = (
+    "code that torch function modes cannot intercept: TorchScript, vmap or another torch.func transform, or a C++ "
+    "extension"
+)
+
 
 class ActivityTracker(FunctionInterceptor):
     """What a tape knows about tensors, and the list of places in the model that are not supported."""
@@ -44,8 +49,7 @@ class ActivityTracker(FunctionInterceptor):
         if self._lookup(z) is None and storage_of(z) not in self._aliased:
             self.problem(
                 name,
-                f"its result was computed by {_producer(z)}, which torch function modes do not intercept (TorchScript, "
-                "vmap and other torch.func transforms, an extension)",
+                f"its result{_node_of(z)} was computed by {_UNSEEN}",
                 "write it in plain PyTorch",
             )
 
@@ -72,9 +76,7 @@ class ActivityTracker(FunctionInterceptor):
             return self._register(z)
         self.problem(
             name_of(func),
-            f"one of its arguments was computed by {_producer(z)}, which was not recorded: torch function modes do not "
-            "intercept it (TorchScript, vmap and other torch.func transforms, an extension), or it ran in an earlier "
-            "call",
+            f"one of its arguments{_node_of(z)} was computed in an earlier call, or by {_UNSEEN}",
             "run that part as plain PyTorch, or wrap it as an autograd.Function or a custom op; detach tensors of "
             "earlier calls",
         )
@@ -123,5 +125,5 @@ def _is_computed_from_parameters(z: Tensor) -> bool:
     return bool(leaves) and all(isinstance(leaf, nn.Parameter) for leaf in leaves)
 
 
-def _producer(z: Tensor) -> str:
-    return z.grad_fn.name() if z.grad_fn is not None else "an unknown operation"
+def _node_of(z: Tensor) -> str:
+    return f" (grad_fn {z.grad_fn.name()})" if z.grad_fn is not None else ""

@@ -1,13 +1,29 @@
-"""Module hooks of pass 1: an input that is the output of a module, and the name of the module that is running."""
+"""The input of pass 1: the call of a model with x, and module hooks.
+
+The hooks are for an input that is the output of a module, and for the name of the module that is running.
+"""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._torch_compat import DisableTorchFunction, tree_map
 from .record import Record
+
+
+def call_model(model: nn.Module, x: Any) -> Any:
+    """`model(*x)` for a tuple, `model(**x)` for a dict, else `model(x)`."""
+    if isinstance(x, tuple):
+        return model(*x)
+    return model(**x) if isinstance(x, Mapping) else model(x)
+
+
+def is_float(z: Any) -> bool:
+    """Whether z is a floating-point tensor."""
+    return isinstance(z, Tensor) and z.is_floating_point()
 
 
 @contextlib.contextmanager
@@ -31,7 +47,7 @@ def module_output_as_input(model: nn.Module, tape: Record, input_at: str | None)
         if module is not first[0]:
             return output
         with DisableTorchFunction():
-            return tree_map(lambda z: tape.add_input(z) if _is_float(z) and not tape.is_active(z) else z, output)
+            return tree_map(lambda z: tape.add_input(z) if is_float(z) and not tape.is_active(z) else z, output)
 
     handles = [module.register_forward_hook(hook) for module in chosen]
     try:
@@ -61,7 +77,3 @@ def tracking_module_paths(model: nn.Module, tape: Record) -> Iterator[None]:
 
 def _leave(tape: Record) -> None:
     tape.path.pop()
-
-
-def _is_float(z: object) -> bool:
-    return isinstance(z, Tensor) and z.is_floating_point()

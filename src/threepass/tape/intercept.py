@@ -1,11 +1,12 @@
-"""Interception of calls: all monkey-patching of PyTorch while a step runs or is traced.
+"""Interception of calls: the patches of torch's functions while a step runs or is traced.
 
 A `TorchFunctionMode` does not intercept `autograd.Function.apply`, nor calls inside TorchScript functions and inside
 torch functions that are written in Python: `intercepting_functions` and `python_body` change that. Functions of
 `torch.nn.functional` do not call the mode at all, because dispatching to it takes longer than many of them: their
 `has_torch_function` checks are patched to return False, and the mode intercepts the calls inside them.
 `nn.SyncBatchNorm` calls an `autograd.Function` that can be differentiated once, and on GPUs only, so its forward is
-replaced.
+replaced. The patches of DDP, DeepSpeed and FSDP objects are in `core/ranks.py`, `core/deepspeed.py` and
+`_torch_compat.py`.
 """
 
 import contextlib

@@ -1,7 +1,6 @@
 """What is checked before a run begins: that the model, the loss, the data and the settings fit each other."""
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ from .._torch_compat import tree_leaves
 from ..core.misuse import warn_of_masks, warn_of_sum
 from ..core.options import check_loss
 from ..errors import reason_of, warn_caller
+from ..tape.inputs import call_model
 from ..tape.state import unchanged_on_error
 from .config import Config
 from .feed import Feed
@@ -41,7 +41,9 @@ def choose_objective(model: nn.Module, feed: Feed, config: Config, given: GivenF
         smoothed = partial(cross_entropy, label_smoothing=config.label_smoothing)
         loss_fn = mean_squared_error if feed.is_regression else smoothed
     if config.label_smoothing and not (is_default and loss_fn is not mean_squared_error):
-        raise ValueError("label_smoothing is that of the default cross-entropy, which is not used here: leave it out")
+        raise ValueError(
+            "label_smoothing applies only to the default cross-entropy, and this run uses another loss: leave it out"
+        )
     if feed.is_regression and is_squared_error(given.loss_fn):
         _warn_of_scale(feed.targets)
     metric = default_metric(output, y) if metric is None else metric
@@ -89,7 +91,7 @@ def _first_output(model: nn.Module, feed: Feed, config: Config) -> Any:
     model.eval()
     try:
         with torch.no_grad(), unchanged_on_error(model, always=True):
-            return model(*x) if isinstance(x, tuple) else model(**x) if isinstance(x, Mapping) else model(x)
+            return call_model(model, x)
     except WRONG as error:
         shapes = ", ".join(str(tuple(z.shape)) for z in tree_leaves(x) if isinstance(z, Tensor))
         text = f"the model does not take the examples of {feed.name}, batches of shape {shapes}: {reason_of(error)}"

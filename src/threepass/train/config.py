@@ -40,7 +40,8 @@ class Config:
         batch_size: samples in a batch
         update: update the weights after every batch, or once an epoch: batch, epoch
         epsilon: stop when an epoch's total error is at most this
-        alpha: the weight of backpropagation; 1 is plain training; below, give strength or eta_over_alpha with sgd
+        alpha: the weight of backpropagation's gradient, in [0, 1]; 1 is plain training. Below 1 with sgd, also set
+            eta_over_alpha, or use strength instead
         alpha_end: alpha at the end of the run, if it changes
         reduction: of the input loss: batch, sample
         mode: of the third pass: paper, exact; threepass.advise says which
@@ -66,8 +67,8 @@ class Config:
         label_smoothing: of the cross-entropy
         augment: random crops after padding by 4, and horizontal flips
         precision: float32, tf32, bf16
-        compile: capture the training step and compile it; trace: capture it and run it with PyTorch's own kernels,
-            which needs no compiler and is ready within seconds; require: compile it, or stop with an error
+        compile: capture the training step and compile it; trace: capture it and run it with the kernels of an eager
+            step, which needs no compiler and is ready within seconds; require: compile it, or stop with an error
         channels_last: the memory format of images
         deterministic: use deterministic kernels only
         seed: of initialisation, data order and augmentation

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from .._torch_compat import tree_map
+from ..tape.inputs import call_model
 from . import checkpoint
 from .data.inputs import Inputs
 from .runs import Run, build
@@ -46,7 +47,7 @@ class TrainedRun:
             x = tree_map(lambda z: z.to(weight.device) if isinstance(z, Tensor) else z, x)
         else:
             x = self.standardised(x).to(weight)  # its device and dtype
-        return self.model(*x) if isinstance(x, tuple) else self.model(**x) if isinstance(x, dict) else self.model(x)
+        return call_model(self.model, x)
 
 
 def load_run(

@@ -114,7 +114,7 @@ def train_missing(
         _free_memory()
     left = [job for job in jobs if job.key not in records.read()]
     if elsewhere:
-        say(f"{elsewhere} runs were in hand elsewhere")
+        say(f"{elsewhere} run(s) are being trained by other processes")
     say(f"{len(jobs) - len(left)} of {len(jobs)} runs are done" + (f"; not run: {len(left)}" if left else ""))
     return not left
 

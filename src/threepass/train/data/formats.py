@@ -78,7 +78,7 @@ class _ArrayUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         # The objects come from a table, not from an import: the modules that old files name have moved since.
         if (module, name) not in ADMITTED:
-            raise DataError(f"the pickle asks for {module}.{name}, which arrays do not need: refused")
+            raise DataError(f"the pickle refers to {module}.{name}, which arrays do not need; it is not loaded")
         return ADMITTED[module, name]
 
 

@@ -53,9 +53,7 @@ class LoaderBatches:
             with own.swapped():
                 batch = next(batches, None)
             if batch is None:
-                raise DataError(
-                    f"the {self.what} loader ended after {i} of the {self._length} batches that it promised"
-                )
+                raise DataError(f"the {self.what} loader yielded {i} batches, but its length is {self._length}")
             if i >= start:
                 yield self._pair(batch)
 

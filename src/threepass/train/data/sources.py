@@ -30,7 +30,8 @@ def load(name: str | Path, root: str | Path | None = None, download: bool = Fals
     put into the first of these that is named. Their test sets are the validation split. digits comes with scikit-learn.
 
     A .npz file has the keys x_train, y_train, x_val and y_val; a folder holds these as .npy files, or data.npz: x is
-    N x C x H x W, N x H x W or N x F, uint8 pixels or numbers; y is N whole numbers from 0 on.
+    N x C x H x W, N x H x W or N x F, uint8 pixels or numbers; y is N whole numbers from 0 on, or
+    floating-point targets, N x D or N, for regression.
 
     >>> data = load("digits")
     >>> data.train.x.shape, len(data.val), data.classes[3]
