@@ -406,7 +406,7 @@ def _start(
     """
     if plan.case.carried is None:
         return [], 1.0
-    scale = plan.tangent_scale * plan.third if plan.is_joint else plan.tangent_scale
+    scale = plan.tangent_scale * plan.third if plan.case.backprop_in_last_pass else plan.tangent_scale
     over_ranks = tape.over_ranks() if plan.half else None
     if slopes is None:
         return start(dx, scale, plan.error_scale, plan.half, over_ranks)
@@ -416,7 +416,9 @@ def _start(
 
 def _start_of_backward(tape: Record, plan: Plan, loss: Tensor) -> list[tuple[ActivationMeta, Tensor]]:
     """R{d} at the loss: zero, or with a joint backward pass the error of the loss."""
-    return [(tape.meta_of(loss), _times_ones(plan.loss_error * plan.back, loss))] if plan.is_joint else []
+    if not plan.case.backprop_in_last_pass:
+        return []
+    return [(tape.meta_of(loss), _times_ones(plan.loss_error * plan.back, loss))]
 
 
 def _times_ones(scale: Scale, z: Tensor) -> Tensor:

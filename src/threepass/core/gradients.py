@@ -13,7 +13,7 @@ from ..numerics.packed import together
 from ..numerics.precision import accumulate_dtype, as_dtype, materialized_op, mix_op, round_op
 from ..rules.table import Linearization
 from ..tape.operation import Operation
-from .plan import MixForm, Operand, Plan, Scale
+from .plan import MixForm, Operand, Plan, Scale, Terms
 
 ByWeight = dict[int, tuple[Tensor, Tensor]]  # id of a weight -> the weight, its gradient
 ByName = dict[str, Tensor]
@@ -39,16 +39,15 @@ class Gradients:
 
     def add_products(self, op: Operation, lin: Linearization, d: Tensor, s: Tensor | None) -> None:
         """A fast rule's products with d; s: what pass 3 carries of the signal that the weights multiply."""
-        operands: list[tuple[Operand, Tensor]] | None = None
+        factors: list[tuple[Tensor, Operand]] | None = None
         for i, weight in op.weights:
             value = op.values[i]
             add = lin.add.get(value)
             if add is None:
-                operands = self._operands(lin, s) if operands is None else operands
-                for operand, z in operands:
-                    has_weight = self.plan.is_joint  # pass 3 started from third * t_0
-                    _accumulate(self.products[Operand.MIX if has_weight else operand], weight, lin.grad[value](d, z))
-            elif not self.plan.is_joint:
+                factors = self._factors(lin, s) if factors is None else factors
+                for z, term in factors:
+                    _accumulate(self.products[term], weight, lin.grad[value](d, z))
+            elif not self.plan.case.backprop_in_last_pass:
                 _accumulate(self.products[Operand.A], weight, add(self._weighted(d)))
 
     def add_tapped(
@@ -69,7 +68,7 @@ class Gradients:
 
     def add(self, weight: Tensor, backprop: Tensor | None, third: Tensor | None) -> None:
         """Adds to the two terms; with a joint backward pass, backpropagation's own term is part of the third."""
-        if self.plan.is_joint:
+        if self.plan.case.backprop_in_last_pass:
             _accumulate(self.products[Operand.MIX], weight, third)
             return
         _accumulate(self.products[Operand.A], weight, backprop)
@@ -78,7 +77,7 @@ class Gradients:
     def mix(self, a: Tensor, t: Tensor) -> Tensor:
         """The mix of a and t, in the plan's form."""
         back, third = self.plan.back, self.plan.third
-        if self.plan.sample_weights is not None:
+        if self.plan.mix_form is MixForm.PER_SAMPLE:
             return torch.addcmul(t, a, self._per_sample(a))
         if self.plan.mix_form is MixForm.RELATIVE:
             return a + self._ratio * t
@@ -90,23 +89,27 @@ class Gradients:
 
     def _weighted(self, d: Tensor) -> Tensor:
         """d times the weights of backpropagation's term for each sample."""
-        return d if self.plan.sample_weights is None else d * self._per_sample(d)
+        return d * self._per_sample(d) if self.plan.mix_form is MixForm.PER_SAMPLE else d
 
     def _per_sample(self, like: Tensor) -> Tensor:
         assert self.plan.sample_weights is not None
         return self.plan.sample_weights.reshape(-1, *[1] * (like.dim() - 1))
 
-    def _operands(self, lin: Linearization, s: Tensor | None) -> list[tuple[Operand, Tensor]]:
-        """What the plan multiplies by d; without a tangent, a alone."""
-        carried, multiplied = self.plan.case.carried, self.plan.case.multiplied
+    def _factors(self, lin: Linearization, s: Tensor | None) -> list[tuple[Tensor, Operand]]:
+        """What d is multiplied by, and the sums that the products are added to; without a tangent, a alone."""
+        case = self.plan.case
+        products = case.products
         if s is None:
-            multiplied = () if self.plan.is_joint else (Operand.A,)
-        operands = []
-        for operand in multiplied:
-            z = s if operand is carried else lin.signal if operand is Operand.A else self._mix_at_weight(lin.signal, s)
+            products = () if case.backprop_in_last_pass else Terms.BACKPROP_ONLY.value.products
+        factors = []
+        for factor, term in products:
+            if factor is case.carried:
+                z = s
+            else:
+                z = lin.signal if factor is Operand.A else self._mix_at_weight(lin.signal, s)
             assert z is not None
-            operands.append((operand, z))
-        return operands
+            factors.append((z, term))
+        return factors
 
     def _mix_at_weight(self, a: Tensor | None, t: Tensor | None) -> Tensor:
         assert a is not None  # a tangent of the signal comes with the signal
@@ -133,7 +136,7 @@ class Gradients:
     def _scales(self) -> dict[Operand, Scale]:
         """What the products with each operand are multiplied by."""
         back = self.plan.back * self._error_scale
-        third = 1.0 if self.plan.is_joint else self.plan.third
+        third = 1.0 if self.plan.case.backprop_in_last_pass else self.plan.third
         return {
             Operand.MIX: back if self.plan.mix_form is MixForm.RELATIVE else 1.0,
             Operand.A: back,

@@ -35,15 +35,19 @@ class Case(NamedTuple):
     """A row of the table in `Terms`.
 
     carried: what pass 3 propagates; None: there is no pass 3.
-    multiplied: what d is multiplied by at a weight; each product is one term of the weight's gradient.
+    products: of d at a weight: what it is multiplied by, and the sum that the product is added to. Each of the sums has
+        a scale of its own, for the end.
     error_freed_first: d is multiplied and freed before the tangent is propagated through the operation, else after.
     frees_activations: a is freed before pass 2; of pass 1 only the signs of rectified activations are needed.
+    backprop_in_last_pass: exact mode's backward pass takes the products of backpropagation too. Pass 3 takes none, and
+        starts from third * t_0.
     """
 
     carried: Operand | None
-    multiplied: tuple[Operand, ...]
+    products: tuple[tuple[Operand, Operand], ...]
     error_freed_first: bool = False
     frees_activations: bool = False
+    backprop_in_last_pass: bool = False
 
 
 class Terms(Enum):
@@ -59,24 +63,26 @@ class Terms(Enum):
                     back * d + third * R{d} and takes its product with a (`exact.py`).
     """
 
-    BACKPROP_ONLY = Case(None, (Operand.A,))
-    SEPARATE = Case(Operand.T, (Operand.A, Operand.T))
-    MIXED_PRODUCT = Case(Operand.T, (Operand.MIX,))
-    MIXED_SIGNAL = Case(Operand.MIX, (Operand.MIX,), frees_activations=True)
-    JOINT_BACKWARD = Case(Operand.T, (Operand.T,), error_freed_first=True)
+    BACKPROP_ONLY = Case(None, ((Operand.A, Operand.A),))
+    SEPARATE = Case(Operand.T, ((Operand.A, Operand.A), (Operand.T, Operand.T)))
+    MIXED_PRODUCT = Case(Operand.T, ((Operand.MIX, Operand.MIX),))
+    MIXED_SIGNAL = Case(Operand.MIX, ((Operand.MIX, Operand.MIX),), frees_activations=True)
+    JOINT_BACKWARD = Case(Operand.T, ((Operand.T, Operand.MIX),), error_freed_first=True, backprop_in_last_pass=True)
 
 
 class MixForm(Enum):
     """How the weights of the two terms enter the mix.
 
-    WEIGHTED  back * a + third * t.
-    RELATIVE  a + (third / back) * t, in compiled steps: a is representable as it is, so that in half formats only what
-              t adds is rounded. The errors are multiplied by back in pass 2, or, in half formats, which would round
-              them, the gradients at the end.
+    WEIGHTED    back * a + third * t.
+    RELATIVE    a + (third / back) * t, in compiled steps: a is representable as it is, so that in half formats only
+                what t adds is rounded. The errors are multiplied by back in pass 2, or, in half formats, which would
+                round them, the gradients at the end.
+    PER_SAMPLE  t + e_i a, with a number for each sample (`samplewise.py`).
     """
 
     WEIGHTED = "weighted"
     RELATIVE = "relative"
+    PER_SAMPLE = "per sample"
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ class Plan:
             errors include it.
         loss_error: the error of the loss, from which pass 2 starts.
         tangent_scale: t_0 is this times dl/dx.
-        sample_weights: a further weight of backpropagation's term for each sample along dimension 0 (`samplewise.py`).
+        sample_weights: the e_i of MixForm.PER_SAMPLE, for the samples along dimension 0.
     """
 
     terms: Terms
@@ -125,11 +131,6 @@ class Plan:
         return self.case.frees_activations and not is_for_compiler()
 
     @property
-    def is_joint(self) -> bool:
-        """Whether backpropagation's own products are left to the backward pass of exact mode."""
-        return self.terms is Terms.JOINT_BACKWARD
-
-    @property
     def has_dense_terms(self) -> bool:
         """Whether terms are added as dense tensors: they are results, or are added in float32."""
         return self.separate or (bool(self.half) and self.mix_form is MixForm.WEIGHTED)
@@ -144,8 +145,9 @@ def make_plan(
     compiled step.
     """
     exact = options.exact and third
-    form = _mix_form(tape, options, third, compiled=weights is not None)
-    terms = _terms(tape, options, third, form)
+    joint = exact and not (options.separate or tape.half)  # half formats would round R{d} away beside d
+    form = MixForm.WEIGHTED if weights is None or joint else _mix_form(tape, options, third)
+    terms = Terms.JOINT_BACKWARD if joint else _terms(tape, options, third, form)
     batch = options.part(samples)
     back, weight_of_third = weights or (options.back, options.third)
     scale: Scale
@@ -188,8 +190,9 @@ def joint_plan(tape: Record, compiled: bool) -> Plan:
     )
 
 
-def _mix_form(tape: Record, options: Options, third: bool, compiled: bool) -> MixForm:
-    if not compiled or options.back == 0 or options.separate or _is_joint(tape, options, third):
+def _mix_form(tape: Record, options: Options, third: bool) -> MixForm:
+    """Of a captured step."""
+    if options.back == 0 or options.separate:
         return MixForm.WEIGHTED
     if third and tape.half and (not is_for_compiler() or (not options.exact and tape.has_cheap_products())):
         return MixForm.WEIGHTED  # the terms stay separate
@@ -199,15 +202,8 @@ def _mix_form(tape: Record, options: Options, third: bool, compiled: bool) -> Mi
 def _terms(tape: Record, options: Options, third: bool, form: MixForm) -> Terms:
     if not third:
         return Terms.BACKPROP_ONLY
-    if _is_joint(tape, options, third):
-        return Terms.JOINT_BACKWARD
     if options.separate or (tape.half and form is MixForm.WEIGHTED):
         return Terms.SEPARATE
     if not options.exact and not tape.half and tape.carries_mix():
         return Terms.MIXED_SIGNAL
     return Terms.MIXED_PRODUCT
-
-
-def _is_joint(tape: Record, options: Options, third: bool) -> bool:
-    """Half formats would round R{d} away beside d."""
-    return third and options.exact and not (options.separate or tape.half)

@@ -84,7 +84,8 @@ class Propagation:
         if not self.op.weights or all(e is None for e in self.d):
             return
         t = self.t if any(s is not None for s in self.t) else None
-        self._add_generic(gradients, *generic.derive(self.op, self.d, t, back=not gradients.plan.is_joint)[:2])
+        back = not gradients.plan.case.backprop_in_last_pass
+        self._add_generic(gradients, *generic.derive(self.op, self.d, t, back=back)[:2])
 
     def pull(self, r: Tensors, gradients: Gradients, wanted: bool) -> Tensors:
         """Exact mode: R{d} of a from r, the R{d} of u; adds R{d} (x) a, and pass 3's products if they are not yet."""
@@ -93,7 +94,8 @@ class Propagation:
         if self.linearization is not None and self.linearization.bend is not None:
             pulled = self.linearization.bend(r, self.d, self._by_position()) if wanted else [None] * self.op.arity
             return [pulled[i] for i, _ in self.op.active]
-        *terms, pulled = generic.derive(self.op, self.d, self.t, r, curvature=True, back=not gradients.plan.is_joint)
+        back = not gradients.plan.case.backprop_in_last_pass
+        *terms, pulled = generic.derive(self.op, self.d, self.t, r, curvature=True, back=back)
         self._add_generic(gradients, *terms)
         return pulled
 

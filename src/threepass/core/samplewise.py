@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..tape.operation import Operation
 from ..tape.record import Record
-from .plan import Plan, Terms
+from .plan import MixForm, Plan, Terms
 
 # fmt: off
 ELEMENTWISE = {"add", "clone", "contiguous", "div", "leaky_relu", "mul", "neg", "relu", "sub"}
@@ -48,7 +48,13 @@ def is_samplewise(tape: Record, output: Any) -> bool:
 
 def samplewise_plan(plan: Plan, e: Tensor) -> Plan:
     """The plan in which d is multiplied by t + e a; e: the derivative of the loss at the output."""
-    return replace(plan, terms=Terms.MIXED_PRODUCT, exact=False, sample_weights=e.reshape(-1))
+    return replace(
+        plan,
+        terms=Terms.MIXED_PRODUCT,
+        mix_form=MixForm.PER_SAMPLE,
+        exact=False,
+        sample_weights=e.reshape(-1),
+    )
 
 
 def _name(op: Operation) -> str:
