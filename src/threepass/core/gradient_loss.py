@@ -32,12 +32,13 @@ from ..rules.generic import leaf_tensors_of
 from ..tape.record import Record
 from ..tape.signals import ActivationMeta
 from ..tape.state import autograd_enabled, unchanged_on_error
-from .engine import Task, backward, check_hooks, forward, forward_again, like_x, raise_problems
+from .engine import Task, backward, forward, forward_again, like_x
 from .exact import backward_again
 from .gradients import Gradients
 from .options import check_input_options, check_loss, check_model, check_tensors
 from .penalty import check_finite
 from .plan import joint_plan
+from .propagation import check_hooks, raise_problems
 from .samplewise import is_samplewise, samplewise_plan
 from .warn import warn_of_other_leaves
 from .wrt import Wrt, as_wrt, without_other_leaves

@@ -1,13 +1,22 @@
-"""One operation in pass 3: its error d and its tangent t, propagated through its Jacobian and multiplied."""
+"""Passes 2 and 3 along a tape: operation by operation, and through checkpointed blocks, with tapes of their own."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from ..errors import UnsupportedError
 from ..rules import generic
 from ..rules.linearity import is_affine
 from ..rules.table import Linearization
+from ..tape.arguments import unflatten
+from ..tape.checkpointed import Block
+from ..tape.intercept import intercepting_functions
 from ..tape.operation import Operation
+from ..tape.record import Record
+from ..tape.replay import as_recorded
+from ..tape.signals import ActivationMeta, Signals
+from .exact import backward_again
 from .gradients import Gradients
 from .plan import Operand, Plan
 
@@ -23,6 +32,50 @@ class Errors(NamedTuple):
 
     d: Tensors
     weight_grads: Tensors
+
+
+def errors_from(tape: Record, plan: Plan, u: Tensor, d: Tensor) -> tuple[list[Tensor], dict[Operation, Errors]]:
+    """The errors of the inputs and of operations, from the error d of the output u."""
+    ops = [op for op in reversed(tape.operations) if op.weights or (plan.exact and op.needs_error)]
+    leaves = [leaf for _, leaf, _ in tape.inputs]
+    wanted: list[Any] = [*leaves, *(z for op in ops for z in (*op.error_edges, *(leaf for _, leaf in op.leaves)))]
+    with tape.recomputing():
+        grads = iter(torch.autograd.grad(u, wanted, d, allow_unused=True))
+    dx = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=False)]
+    errors = {}
+    for op in ops:
+        of_outputs = [op.error_at_output(next(grads)) for _ in op.error_edges]
+        errors[op] = Errors(of_outputs, [next(grads) for _ in op.leaves])
+        for i, changed in op.hooked_errors.items() if not op.leaves else ():
+            of_outputs[i] = changed
+    return dx, errors
+
+
+def propagate(
+    tape: Record, signals: Signals, errors: dict[Operation, Errors], gradients: Gradients, keep: bool = False
+) -> "list[Propagation | BlockPropagation]":
+    plan = gradients.plan
+    steps: list[Propagation | BlockPropagation] = []
+    recomputed: dict[ActivationMeta, Tensor] = {}  # outputs of blocks
+    for op in tape.consume():
+        out = None
+        try:
+            t = [signals.get(z) for _, z in op.active]
+            d = errors.pop(op, None)
+            step = BlockPropagation(op, d, t, recomputed) if isinstance(op, Block) else Propagation(op, d, t)
+            out = step.forward(gradients)
+            if keep:
+                steps.append(step)
+        except Exception as error:
+            tape.note(op, error)
+        for z in op.last_reads:
+            signals.put(z, None)
+            if recomputed:
+                recomputed.pop(z, None)
+        if op.pushes and plan.case.carried is not None:
+            for u, s in zip(op.outputs, out or [u.zeros() for u in op.outputs], strict=True):
+                signals.put(u, s)
+    return steps
 
 
 class Propagation:
@@ -130,3 +183,79 @@ class Propagation:
         """The tangents of the arguments that a fast rule knows, None for those that are not active."""
         given = dict(zip((i for i, _ in self.op.active), self.t, strict=True))
         return [given.get(i) for i in range(self.op.arity)]
+
+
+class BlockPropagation:
+    """Pass 3 and, in exact mode, the backward pass after it, through a checkpointed block (`tape/checkpointed.py`)."""
+
+    __slots__ = ("d", "op", "recomputed", "t")
+
+    def __init__(
+        self, op: Block, errors: Errors | None, t: list[Tensor | None], recomputed: dict[ActivationMeta, Tensor]
+    ):
+        self.op, self.t, self.recomputed = op, t, recomputed
+        self.d: list[Tensor | None] = [None] if errors is None else errors.d
+
+    def forward(self, gradients: Gradients) -> list[Tensor | None]:
+        """The tangent of the output; in paper mode also adds the weights' gradients, by the errors inside the block."""
+        (d,) = self.d
+        if d is None:  # the loss does not depend on it
+            return [None]
+        inner, u = self._recorded()
+        output = inner.meta_of(u)
+        errors = {} if gradients.plan.exact else errors_from(inner, gradients.plan, u, d)[1]
+        if self.op.is_read_by_block:
+            self.recomputed[self.op.outputs[0]] = u.detach()
+        del u
+        signals = self._signals(inner)
+        propagate(inner, signals, errors, gradients)
+        raise_problems(inner)
+        if not gradients.plan.exact:
+            self.d, self.t = [None], []
+        return [signals.get(output)]
+
+    def pull(self, r: list[Tensor | None], gradients: Gradients, wanted: bool) -> list[Tensor | None]:
+        """Exact mode: R{d} of the arguments from that of the output; adds all products inside the block."""
+        (d,) = self.d
+        if d is None:
+            return [None] * len(self.op.active)
+        inner, u = self._recorded()
+        inner.needs_input_errors = wanted
+        start = [] if r[0] is None else [(inner.meta_of(u), r[0])]
+        _, errors = errors_from(inner, gradients.plan, u, d)
+        check_hooks(inner, 'use mode="paper", or remove the hook')
+        del u
+        steps = propagate(inner, self._signals(inner), errors, gradients, keep=True)
+        pulled = backward_again(inner, steps, start, gradients)
+        raise_problems(inner)
+        return pulled
+
+    def _recorded(self) -> tuple[Record, Tensor]:
+        """The block's operations on a tape of their own, and its output."""
+        block, inner = self.op, Record(self.op.autocast[0])
+        values = block.arguments(self.recomputed)
+        with torch.enable_grad():
+            for i, _ in block.active:
+                values[i] = inner.add_input(values[i])
+            args, kwargs = unflatten(values, block.spec)
+            with as_recorded(block.func, block.autocast, block.rng), intercepting_functions(), inner:
+                result = block.func(*args, **kwargs)
+            u = block.output_in(result, inner.operations, inner.meta_of)
+            inner.prune([inner.meta_of(u)] if block.pushes else [])
+        return inner, u
+
+    def _signals(self, inner: Record) -> Signals:
+        signals = inner.signals()
+        for (_, _, z), s in zip(inner.inputs, self.t, strict=True):
+            signals.put(z, s)
+        return signals
+
+
+def check_hooks(tape: Record, advice: str) -> None:
+    if any(op.hooked_errors for op in tape.operations):
+        tape.problem("register_hook", "a hook on a tensor changes its gradient", advice)
+
+
+def raise_problems(tape: Record) -> None:
+    if tape.problems:
+        raise UnsupportedError(tape.problems)
