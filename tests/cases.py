@@ -26,6 +26,7 @@ class Case:
     def build(self, dtype=torch.float64):
         torch.manual_seed(sum(map(ord, self.name)))
         model = _cast(self.make(), dtype)
+        model.zero_grad()  # parts of a `Fn` are made once, for all tests
         x = torch.randn(self.shape, dtype=dtype)
         with torch.no_grad():
             out = model.eval()(x.clone()) if not self.mixes_samples else model(x.clone())
