@@ -7,7 +7,7 @@ gradients are set to None before every step. Plain training exchanges a bucket a
 the backward pass goes on; a step of three passes exchanges all buckets after its passes. The difference between its two
 times is therefore the most that overlapping the exchange with the third pass could save.
 
-Result: not measured yet; docs/loops.md names it, without figures.
+Result: results/bench/cpu-ranks.json, quoted by docs/loops.md.
 """
 
 import argparse

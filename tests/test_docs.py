@@ -223,6 +223,14 @@ def test_the_cost_of_losses_is_that_of_the_result_file():
     assert f"{compiled} of the time of `step(x, y)`, eager steps {eager}" in text
 
 
+def test_the_cost_of_exchanging_gradients_is_that_of_the_result_file():
+    text = (ROOT / "docs" / "loops.md").read_text()
+    for row in json.loads((BENCH / "cpu-ranks.json").read_text())["rows"]:
+        for method in ("three passes", "plain"):
+            whole, without = (1e3 * row["methods"][method][kind]["best"] for kind in ("with", "without"))
+            assert f"{whole - without:.0f} of {whole:.0f} ms" in text
+
+
 def test_memory_with_checkpoints_is_that_of_the_result_file():
     rows = json.loads((BENCH / "cpu-checkpointing.json").read_text())["rows"]
     page = (ROOT / "docs" / "speed-details.md").read_text()
