@@ -2,8 +2,9 @@
 
     PYTHONPATH=src python benchmarks/checkpointing.py --out results/bench/cpu-checkpointing.json
 
-Peak bytes that a step allocates beyond the parameters and their gradients, on a CPU, eager. Bytes do not
-depend on how busy the machine is. It takes some minutes, most of them for the profiler's records.
+Peak bytes that a step allocates beyond the parameters and their gradients, on a CPU: eager, captured without a compiler
+(compile="trace") and, for the smallest net, compiled. Bytes do not depend on how busy the machine is. It takes 15
+minutes, most of them for the profiler's records and for the compiler.
 
 Result: results/bench/cpu-checkpointing.json, quoted by docs/speed-details.md.
 """
@@ -23,6 +24,8 @@ import threepass
 from threepass.bench.measure import peak_bytes
 
 WIDTH, HEADS, TOKENS, BATCH = 128, 4, 64, 32
+BLOCKS = (12, 24, 48)
+FORMS = {"eager": False, "traced": "trace", "compiled": "require"}
 
 
 class Block(nn.Module):
@@ -59,17 +62,18 @@ def measure(blocks: int, checkpointed: bool) -> dict:
     def plain() -> None:
         F.cross_entropy(net(x), y).backward()
 
-    steps = {"plain": plain}
+    forms = [form for form in FORMS if form != "compiled" or blocks == BLOCKS[0]]
+    plain()  # gradients are there, and are added to
+    of_plain = peak_bytes(plain, cuda=False)
+    row = {"blocks": blocks, "checkpointed": checkpointed, "bytes": of_plain}
     for mode in ("paper", "exact"):
-        step = threepass.ThreePass(net, F.cross_entropy, strength=0.1, mode=mode)
-        steps[mode] = lambda step=step: step(x, y)
-    found = {}
-    for name, step in steps.items():
-        step()  # gradients are there, and are added to
-        found[name] = peak_bytes(step, cuda=False)
-    return {"blocks": blocks, "checkpointed": checkpointed, "bytes": found} | {
-        mode: found[mode] / found["plain"] for mode in ("paper", "exact")
-    }
+        row[mode] = {}
+        for form in forms:
+            step = threepass.ThreePass(net, F.cross_entropy, strength=0.1, mode=mode, compile=FORMS[form])
+            step(x, y)  # captures
+            step(x, y)
+            row[mode][form] = peak_bytes(lambda step=step: step(x, y), cuda=False) / of_plain
+    return row
 
 
 def main() -> None:
@@ -79,7 +83,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     rows = []
-    for blocks in (12, 24, 48):
+    for blocks in BLOCKS:
         for checkpointed in (False, True):
             rows.append(measure(blocks, checkpointed))
             print(rows[-1], flush=True)

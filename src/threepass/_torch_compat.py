@@ -377,12 +377,12 @@ def with_symbols(mode: FakeTensorMode, name: str, z: Tensor, dimensions: set[int
 
 
 def compile_by_inductor(
-    graph: GraphModule, inputs: Sequence[Tensor], rewrite: Callable[[Graph], None], key: str, combine: bool
+    graph: GraphModule, inputs: Sequence[Tensor], rewrite: Callable[[Graph], None], key: str, settings: dict[str, Any]
 ) -> Any:
     """The graph compiled by Inductor, which is imported only here: that takes seconds; seen in 2.10 to 2.13.
 
     rewrite: called on the decomposed graph, before Inductor's own passes of that stage. key: stands for it in
-    Inductor's cache on disk. combine: small kernels that do not depend on each other become one.
+    Inductor's cache on disk. settings: of Inductor's config.
 
     The cache is for tracing contexts whose fake mode may have symbols, as those of `torch.compile` do. Real inputs
     become fake ones of that mode here: AOTAutograd would take a symbol for each of their sizes.
@@ -403,7 +403,7 @@ def compile_by_inductor(
     if mode is None:
         mode = fake_mode_with_symbols()
         inputs = [mode.from_tensor(z, static_shapes=True) for z in inputs]
-    with config.patch(post_grad_custom_pre_pass=Rewrite(), combo_kernels=combine), tracing(TracingContext(mode)):
+    with config.patch(post_grad_custom_pre_pass=Rewrite(), **settings), tracing(TracingContext(mode)):
         return compile_fx(graph, inputs)
 
 

@@ -22,14 +22,18 @@ def compiled(program: Program, inputs: Sequence[Tensor]) -> Callable[..., Any]:
 
     key = "threepass.sums.2"  # in Inductor's cache on disk: another number for another `share`
     keep_for_inductor({n.target for n in program.graph.graph.nodes if is_ours(n)})
-    # Combined: a step has dozens of small kernels that do not depend on each other, a microsecond or two each.
-    combined = any(z.is_cuda for z in inputs)
+    settings = {
+        # A step has dozens of small kernels that do not depend on each other, a microsecond or two each.
+        "combo_kernels": any(z.is_cuda for z in inputs),
+        # Checkpointed blocks are recomputed where the graph has them; moved to other readers, they take memory again.
+        "reorder_for_locality": not program.recomputes_blocks,
+    }
     examples = [*program.state, *inputs]
     if program.symbolic is not None:
         examples = [*program.symbolic.fixed(program.state), *program.symbolic.inputs]
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # the user's choice
-        run = compile_by_inductor(program.graph, examples, share, key, combined)
+        run = compile_by_inductor(program.graph, examples, share, key, settings)
     return lambda values: run(*values)
 
 

@@ -26,6 +26,7 @@ from .user_code import in_trace
 Fn = Callable[..., Sequence[Tensor]]
 
 _aten = torch.ops.aten
+_recompute_from = torch.ops.threepass.recompute_from.default
 
 _OF_SIZES = {
     _aten.sym_size.int, _aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default,
@@ -56,6 +57,7 @@ class Program:
             for z, node in zip(state, plain.graph.find_nodes(op="placeholder"), strict=False)
             if any(user.target is _aten.copy_.default and user.args[0] is node for user in node.users)
         }
+        self.recomputes_blocks = bool(plain.graph.find_nodes(op="call_function", target=_recompute_from))
         self.is_seeded = any(node.target is torch.ops.threepass.seeds.default for node in plain.graph.nodes)
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
@@ -102,6 +104,8 @@ def trace(
     state = _lift(graph)
     graph = functional(graph, [*(state if symbolic is None else symbolic.fixed(state)), *inputs])
     draws = seed_draws(graph.graph)
+    for place, node in enumerate(graph.graph.find_nodes(op="call_function", target=_recompute_from)):
+        node.args = (node.args[0], place)  # no two are the same value
     graph.recompile()
     plain = GraphModule({}, Graph())
     plain.graph.output(plain.graph.graph_copy(graph.graph, {}))

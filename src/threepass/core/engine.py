@@ -18,7 +18,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._torch_compat import is_traced
 from ..errors import UnsupportedError
 from ..numerics.precision import accumulate_dtype, seed_op, start
 from ..tape.checkpointed import BlockError
@@ -169,7 +168,7 @@ class _Step(NamedTuple):
 
 def _has_blocks(step: _Step) -> bool:
     """Whether checkpointed blocks are recorded as one operation each."""
-    return not is_traced() and not is_fully_sharded(step.task.model)
+    return not is_fully_sharded(step.task.model)
 
 
 def _three_passes(step: _Step, module_paths: bool, blocks: bool) -> Result:

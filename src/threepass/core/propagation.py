@@ -10,7 +10,7 @@ from ..rules import generic
 from ..rules.linearity import is_affine
 from ..rules.table import Linearization
 from ..tape.arguments import unflatten
-from ..tape.checkpointed import Block
+from ..tape.checkpointed import Block, recompute_from
 from ..tape.intercept import intercepting_functions
 from ..tape.operation import Operation
 from ..tape.record import Record
@@ -236,7 +236,7 @@ class BlockPropagation:
         values = block.arguments(self.recomputed)
         with torch.enable_grad():
             for i, _ in block.active:
-                values[i] = inner.add_input(values[i])
+                values[i] = inner.add_input(recompute_from(values[i]))
             args, kwargs = unflatten(values, block.spec)
             with as_recorded(block.func, block.autocast, block.rng), intercepting_functions(), inner:
                 result = block.func(*args, **kwargs)

@@ -19,16 +19,21 @@ block takes 11 units (4 forward, 2 backward, 2 tangents, R{d}, 2 weights).
 
 A block is kept operation by operation where it cannot be recorded again alone: it reads activations that are not among
 its arguments, writes in place or to buffers (a batch norm's running statistics), computes weights from parameters, or
-has several outputs. So are all operations in captured steps, and in models that are sharded by `fully_shard`.
+has several outputs. So are all operations in models that are sharded by `fully_shard`.
+
+In a trace, what a block is recomputed from in passes 2 and 3 are nodes of their own (`recompute_from`): a compiler that
+saw the same operations on the same tensors would compute them once, and keep the results from pass 1 on.
 """
 
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from .._torch_compat import DisableTorchFunction, is_traced, tree_map
 from .arguments import tensors_in
 from .operation import Operation
 from .replay import SILENT_WRITES
@@ -40,6 +45,33 @@ class BlockError(Exception):
 
     For example because later operations read more than one tensor that was computed inside it.
     """
+
+
+@torch.library.custom_op("threepass::recompute_from", mutates_args=())
+def recompute_from_op(z: Tensor, place: int = 0) -> Tensor:
+    """An input of a block that is computed again. Nodes with different places are not taken for the same value."""
+    return z.clone()
+
+
+recompute_from_op.register_fake(lambda z, place=0: torch.empty_like(z))
+
+
+def recompute_from(z: Tensor) -> Tensor:
+    """z, from which a block is recomputed: in a trace, by a node that keeps a compiler from using the first results."""
+    return recompute_from_op(z) if is_traced() else z
+
+
+class Recomputed:
+    """A checkpointed function as PyTorch runs it in pass 2; if it is a `Block`, `separate` changes its arguments."""
+
+    def __init__(self, function: Callable[..., Any], separate: Callable[[Any], Any]):
+        self.function, self.separate, self.is_block = function, separate, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_block and is_traced():
+            with DisableTorchFunction():
+                args, kwargs = tree_map(self.separate, (args, kwargs))
+        return self.function(*args, **kwargs)
 
 
 @dataclass(slots=True, eq=False)

@@ -55,9 +55,9 @@ class FunctionInterceptor(TorchFunctionMode):
 
     def checkpointing(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> contextlib.AbstractContextManager[None]:
-        """Around a function that `torch.utils.checkpoint.checkpoint` runs, and will run again in the backward pass."""
-        return contextlib.nullcontext()
+    ) -> contextlib.AbstractContextManager[Callable[..., Any]]:
+        """Around a function that `torch.utils.checkpoint.checkpoint` runs; gives the one for the backward pass."""
+        return contextlib.nullcontext(function)
 
 
 _lock = threading.Lock()
@@ -122,8 +122,11 @@ def _intercepted_checkpoint(*arguments, **kwargs):
     options = dict(zip(_checkpoint_options, arguments, strict=False))
     args, modes = arguments[len(options) :], _interceptors()
     is_whole = options["context_fn"] is noop_context_fn  # not a checkpoint that keeps some of the activations
-    with modes[-1].checkpointing(options["fn"], args, kwargs) if modes and is_whole else contextlib.nullcontext():
+    if not (modes and is_whole):
         yield from checkpoint_generator(*arguments, **kwargs)
+        return
+    with modes[-1].checkpointing(options["fn"], args, kwargs) as recomputed:
+        yield from checkpoint_generator(recomputed, *arguments[1:], **kwargs)
 
 
 def _is_overridden(check: Callable[..., bool], *args: Any) -> bool:

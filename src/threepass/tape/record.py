@@ -27,14 +27,20 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from .._torch_compat import DisableTorchFunction, gradient_edge, has_saved_tensor_hooks, innermost_transform
+from .._torch_compat import (
+    DisableTorchFunction,
+    gradient_edge,
+    has_saved_tensor_hooks,
+    innermost_transform,
+    is_traced,
+)
 from ..errors import CaptureError, Place
 from ..numerics.precision import HALF
 from ..rules.sync_batch_norm import groups_of, largest
 from ..rules.table import Rule, Tap, rule_for
 from .activity import ActivityTracker
 from .arguments import flatten, tensors_in, unflatten
-from .checkpointed import Block, can_be_recorded_again, chain, without_tensors
+from .checkpointed import Block, Recomputed, can_be_recorded_again, chain, recompute_from, without_tensors
 from .functions import traits_of
 from .inner_dropout import body_in_trace
 from .intercept import REPLACED, intercepting_functions, with_separate_histories
@@ -176,19 +182,21 @@ class Record(ActivityTracker):
             yield
 
     @contextlib.contextmanager
-    def checkpointing(self, function, args, kwargs) -> Iterator[None]:
+    def checkpointing(self, function, args, kwargs) -> Iterator[Callable[..., Any]]:
         """Makes one `Block` of the operations of a checkpointed function, if it can be recorded again alone."""
         if not (self.blocks and self.recording and torch.is_grad_enabled()) or self._block is not None:
-            yield
+            yield function
             return
         values, spec = flatten(args, kwargs)
         active = [(i, self._lookup(z)) for i, z in enumerate(values) if isinstance(z, Tensor) and self.is_active(z)]
         known = [(i, z) for i, z in active if z is not None]
         values = [v.detach() if isinstance(v, Tensor) and self.is_active(v) else v for v in values]
-        before, rng, autocast = len(self.operations), random_state(self.device), self._autocast()
+        rng = None if is_traced() else random_state(self.device)  # in a trace, a block that draws numbers is refused
+        before, autocast = len(self.operations), self._autocast()
         self._block = {}
+        recomputed = Recomputed(function, self._recomputed_from)
         try:
-            yield
+            yield recomputed
         finally:
             edges, self._block = self._block, None
         inside = list(itertools.islice(self.operations, before, None))
@@ -197,7 +205,17 @@ class Record(ActivityTracker):
             module = self.path[-1] if self.path else ""
             block = Block(function, values, spec, known, weights, module, autocast, rng, None, inside=inside)
             block.edges = edges
+            recomputed.is_block = True
             self._replace(inside, block)
+
+    def _recomputed_from(self, z: Any) -> Any:
+        """In a trace, what pass 2 recomputes a block from in place of z, an argument: of activations, copies."""
+        if not (isinstance(z, Tensor) and self.is_active(z)):
+            return z
+        leaf = recompute_from(z.detach()).requires_grad_()
+        start = leaf.view_as(leaf)  # active, as z: not a leaf
+        self._register(start)
+        return start
 
     def _replace(self, inside: list[Operation], block: Block) -> None:
         """Puts a block in the place of its operations, and frees their tensors."""

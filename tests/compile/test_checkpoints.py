@@ -1,0 +1,86 @@
+"""Activation checkpointing in captured steps: the numbers of eager steps, in the memory that checkpointing is for."""
+
+import copy
+
+import checkpointed_models
+import pytest
+import torch
+from checkpointed_models import Model, batch, plainly
+from torch import nn
+from torch.nn import functional as F
+
+import threepass
+from threepass.bench.measure import peak_bytes
+
+pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
+
+CASES = checkpointed_models.ALONE | checkpointed_models.APART
+DRAWS = "dropout"
+
+
+def captured_and_eager(model, x, y, **options):
+    """The results of two steps each."""
+    found = []
+    for compile in ("trace", False):
+        own = copy.deepcopy(model)
+        step = threepass.ThreePass(own, F.cross_entropy, compile=compile, **options)
+        results = [step(x, y) for _ in range(2)]
+        found.append(
+            [z.clone() for r in results for z in (r.loss, r.input_loss, r.input_grad)]
+            + [p.grad for p in own.parameters()]
+            + list(own.buffers())
+        )
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != DRAWS])
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+def test_captured_steps_are_eager_steps(name, mode):
+    f, make = CASES[name]
+    torch.manual_seed(0)
+    model = Model(f, make(), make()).double()
+    captured, eager = captured_and_eager(model, *batch(), mode=mode, strength=0.3)
+    for ours, theirs in zip(captured, eager, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
+
+
+def test_blocks_that_draw_random_numbers_run_eagerly():
+    f, make = CASES[DRAWS]
+    step = threepass.ThreePass(Model(f, make()).double(), F.cross_entropy, compile="trace")
+    with pytest.warns(threepass.UncompiledWarning, match="an activation checkpoint recomputes draws random numbers"):
+        step(*batch())
+
+
+def deep_net(checkpointed: bool):
+    """A deep net of blocks with ten activations each: without blocks, memory grows by all of these."""
+    torch.manual_seed(0)
+    make = lambda: nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(32, 32), nn.Tanh())))  # noqa: E731
+    return Model(plainly, *(make() for _ in range(12)), checkpointed=checkpointed, width=32)
+
+
+def bytes_of_steps(mode, compile):
+    """With checkpoints and without, the size of an activation as unit."""
+    x, y = torch.randn(2048, 32), torch.randint(4, (2048,))
+    kept = {}
+    for checkpointed in (True, False):
+        step = threepass.ThreePass(deep_net(checkpointed), F.cross_entropy, mode=mode, compile=compile)
+        step(x, y)  # captures
+        step(x, y)
+        kept[checkpointed] = peak_bytes(lambda step=step: step(x, y), cuda=False) / x.nbytes
+    return kept[True], kept[False]
+
+
+@pytest.mark.parametrize(("mode", "between"), [("paper", 1), ("exact", 3)])
+def test_memory_of_traced_steps_is_that_of_block_boundaries(mode, between):
+    checkpointed, whole = bytes_of_steps(mode, "trace")
+    assert checkpointed < between * 12 + 3 * 10
+    assert whole > 10 * 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "most"), [("paper", 12 + 3 * 10), ("exact", 150)])
+def test_memory_of_compiled_steps(mode, most):
+    """Inductor runs some operations of exact mode's recomputed blocks earlier than the graph has them."""
+    checkpointed, whole = bytes_of_steps(mode, "require")
+    assert checkpointed < most
+    assert whole > 1.2 * checkpointed
