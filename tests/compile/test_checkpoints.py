@@ -84,3 +84,18 @@ def test_memory_of_compiled_steps(mode, most):
     checkpointed, whole = bytes_of_steps(mode, "require")
     assert checkpointed < most
     assert whole > 1.2 * checkpointed
+
+
+def test_one_program_serves_batches_of_several_sizes():
+    f, make = CASES["norm last"]
+    torch.manual_seed(0)
+    model = Model(f, make(), make()).double()
+    step = threepass.ThreePass(model, F.cross_entropy, strength=0.3, compile="trace")
+    for samples in (5, 7, 9, 11):
+        x, y = torch.randn(samples, 6).double(), torch.randint(4, (samples,))
+        model.zero_grad()
+        step(x, y)
+        expected = threepass.three_pass(model, F.cross_entropy, x, y, strength=0.3).grads
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, expected[name], rtol=1e-10, atol=1e-13)
+    assert len(step.compiled.programs) == 2  # of the first size, and of all others

@@ -29,7 +29,14 @@ from .uncompiled import uncompiled
 
 _ours = torch.ops.threepass
 _FAR = {torch.float64: 1e-6, torch.float32: 1e-2}  # of a result's size: far more than rounding, in other formats 0.2
-_NO_KERNELS = (_ours.convolution, _ours.materialized, _ours.norm_numbers, _ours.pack, _ours.seeds)
+_NO_KERNELS = (
+    _ours.convolution,
+    _ours.materialized,
+    _ours.norm_numbers,
+    _ours.pack,
+    _ours.recompute_from,
+    _ours.seeds,
+)
 
 
 class Captured:
