@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from .._torch_compat import compile_by_inductor, keep_for_inductor
 from .rewrite.graph import is_ours, value_of
-from .rewrite.sums import share_sums, take_sums_early
+from .rewrite.sums import add_early, share_sums, take_sums_early
 from .trace import Program
 
 
@@ -19,8 +19,10 @@ def compiled(program: Program, inputs: Sequence[Tensor]) -> Callable[..., Any]:
     def share(graph: Graph) -> None:
         share_sums(graph)
         take_sums_early(graph)
+        if program.recomputes_blocks:
+            add_early(graph)
 
-    key = "threepass.sums.2"  # in Inductor's cache on disk: another number for another `share`
+    key = f"threepass.sums.3, {program.recomputes_blocks}"  # in Inductor's cache on disk: another for another `share`
     keep_for_inductor({n.target for n in program.graph.graph.nodes if is_ours(n)})
     settings = {
         # A step has dozens of small kernels that do not depend on each other, a microsecond or two each.

@@ -203,7 +203,7 @@ class BlockPropagation:
             return [None]
         inner, u = self._recorded()
         output = inner.meta_of(u)
-        errors = {} if gradients.plan.exact else errors_from(inner, gradients.plan, u, d)[1]
+        errors = {} if gradients.plan.exact else errors_from(inner, gradients.plan, u, recompute_from(d))[1]
         if self.op.is_read_by_block:
             self.recomputed[self.op.outputs[0]] = u.detach()
         del u
@@ -222,7 +222,7 @@ class BlockPropagation:
         inner, u = self._recorded()
         inner.needs_input_errors = wanted
         start = [] if r[0] is None else [(inner.meta_of(u), r[0])]
-        _, errors = errors_from(inner, gradients.plan, u, d)
+        _, errors = errors_from(inner, gradients.plan, u, recompute_from(d))
         check_hooks(inner, 'use mode="paper", or remove the hook')
         del u
         steps = propagate(inner, self._signals(inner), errors, gradients, keep=True)

@@ -21,8 +21,8 @@ A block is kept operation by operation where it cannot be recorded again alone: 
 its arguments, writes in place or to buffers (a batch norm's running statistics), computes weights from parameters, or
 has several outputs. So are all operations in models that are sharded by `fully_shard`.
 
-In a trace, what a block is recomputed from in passes 2 and 3 are nodes of their own (`recompute_from`): a compiler that
-saw the same operations on the same tensors would compute them once, and keep the results from pass 1 on.
+In a trace, the arguments and the error that a block is recomputed from are nodes of their own (`recompute_from`): a
+compiler that saw the same operations on the same tensors would compute them once, and keep the results from pass 1 on.
 """
 
 from collections.abc import Callable, Container, Iterable
@@ -49,7 +49,7 @@ class BlockError(Exception):
 
 @torch.library.custom_op("threepass::recompute_from", mutates_args=())
 def recompute_from_op(z: Tensor, place: int = 0) -> Tensor:
-    """An input of a block that is computed again. Nodes with different places are not taken for the same value."""
+    """A copy. Nodes with different places are not taken for the same value."""
     return z.clone()
 
 
@@ -57,7 +57,7 @@ recompute_from_op.register_fake(lambda z, place=0: torch.empty_like(z))
 
 
 def recompute_from(z: Tensor) -> Tensor:
-    """z, from which a block is recomputed: in a trace, by a node that keeps a compiler from using the first results."""
+    """z, for recomputing a block: in a trace, by a node that keeps a compiler from using the results it has already."""
     return recompute_from_op(z) if is_traced() else z
 
 

@@ -62,6 +62,18 @@ def take_sums_early(graph: Graph) -> None:
                 last = z
 
 
+def add_early(graph: Graph) -> None:
+    """Moves elementwise operations that are the only readers of their operands to directly after the last of these.
+
+    Inductor computes a product and the sum that it is added to in one call, where the sum is. At the end of the graph,
+    where gradients are added up, that would keep the activations and errors of all recomputed blocks in memory.
+    """
+    for node in list(graph.nodes):
+        operands = node.all_input_nodes
+        if is_elementwise(node) and operands and all(z.op != "placeholder" and len(z.users) == 1 for z in operands):
+            max(operands).append(node)
+
+
 def _hashable(key: Any) -> Any:
     if isinstance(key, (tuple, list)):
         return tuple(map(_hashable, key))
