@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from threepass import ThreePass
-from threepass.bench.measure import take_turns
+from threepass.bench.timing import take_turns
 from threepass.models import mlp, plain, resnet18, vit
 
 GOAL = 2.0  # of paper mode

@@ -46,7 +46,7 @@ from threepass.core.options import Options
 from threepass.train.config import Config
 from threepass.train.data import DataSet, Split, load
 from threepass.train.loop import fit
-from threepass.train.numerics import numerics
+from threepass.train.precision import backend_flags
 from threepass.train.runs import build
 from threepass.train.steps import in_precision
 
@@ -135,7 +135,7 @@ def bare_step(data: DataSet, model_name: str, config: Config, rounds: int = 7, r
             r = three_passes(Task(model, F.cross_entropy, x, y), options, weights=(weights[0], weights[1]))
         return [*r.grads.values(), r.loss]
 
-    with numerics(config):
+    with backend_flags(config):
         captured = capture(step, [weights, x, y])
         if captured.graph is None:
             replays = 2
@@ -225,7 +225,7 @@ def _in_threads(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     workers = [threading.Thread(target=work) for _ in range(args.together)]
     # The switches of `numerics` are global: a run that ends first must not turn them back for the others.
-    with numerics(settings(args, args.alpha)):
+    with backend_flags(settings(args, args.alpha)):
         for worker in workers:
             worker.start()
         for worker in workers:

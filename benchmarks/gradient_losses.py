@@ -43,7 +43,7 @@ from threepass._torch_compat import make_fx
 from threepass._version import commit
 from threepass.bench import case
 from threepass.bench.case import machine
-from threepass.bench.measure import peak_bytes, summary, take_turns
+from threepass.bench.timing import peak_bytes, summary, take_turns
 from threepass.compile.cuda_graph import CudaGraph
 
 Run = Callable[[], Any]

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 import threepass
-from threepass.bench.measure import sample, summary
+from threepass.bench.timing import sample, summary
 from threepass.models import mlp, plain
 
 NETS = {

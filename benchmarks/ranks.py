@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import threepass
-from threepass.bench.measure import sample, summary
+from threepass.bench.timing import sample, summary
 from threepass.models import mlp, plain
 
 RANKS = 2

@@ -386,7 +386,7 @@ def robustness(
         data_dir: where the data is, if not where the run found it.
         device: cpu, cuda, or auto: cuda if there is one.
     """
-    from .study.measure import in_words, measure
+    from .study.robustness import in_words, measure
 
     where = {"device": device} | ({} if data_dir is None else {"data_dir": str(data_dir)})
     for run in runs:
@@ -424,9 +424,9 @@ def init_study(*, name: str = "init-study", depth: int = 8, width: int = 256, se
         seed: of weights and data.
     """
     from .study.init_study import run
-    from .train.folder import fresh
+    from .train.folder import new_folder
 
-    out = fresh(Path("runs") / name)
+    out = new_folder(Path("runs") / name)
     run(out, depth=depth, width=width, seed=seed)
     print(f"page: {out / 'init-study.html'}")
 

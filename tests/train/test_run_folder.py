@@ -13,7 +13,7 @@ from training import assert_same, data, simple
 
 from threepass.cli import main
 from threepass.train.config import Config
-from threepass.train.folder import created, fresh, locked
+from threepass.train.folder import created, locked, new_folder
 from threepass.train.loop import fit
 
 SHORT = {"epochs": 2, "batch_size": 10, "alpha": 0.5, "lr": 0.05}
@@ -61,7 +61,7 @@ def test_a_run_in_use_is_refused_with_its_process(tmp_path):
 
 def test_starts_with_one_name_get_names_of_their_own(tmp_path):
     made = []
-    threads = [threading.Thread(target=lambda: made.append(fresh(tmp_path / "run"))) for _ in range(20)]
+    threads = [threading.Thread(target=lambda: made.append(new_folder(tmp_path / "run"))) for _ in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:

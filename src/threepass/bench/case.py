@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from .._version import commit
 from ..errors import NormalizationWarning
 from . import nets
-from .forms import Form, FormError, best, eager, reason, traced
+from .execution import Form, FormError, best, eager, reason, traced
 from .limits import layers, limits, operations
-from .measure import ceilings, peak_bytes, summary, take_turns
 from .methods import METHODS
+from .timing import ceilings, peak_bytes, summary, take_turns
 
 PRECISIONS = ("tf32", "float32", "bf16", "amp")
 CLASSES, WARM_UP = 10, 2

@@ -31,10 +31,10 @@ from torch import Tensor, nn
 
 from ..errors import NormalizationWarning, UncheckedWarning
 from .case import WARM_UP, Case, agreement, difference, machine, reference, settings
-from .forms import Form, eager, makers, reason
+from .execution import Form, eager, makers, reason
 from .limits import layers, limits
-from .measure import ceilings, kernel_times, peak_bytes, summary, take_turns
-from .suite import last_words, slug
+from .suite import run_command, slug
+from .timing import ceilings, kernel_times, peak_bytes, summary, take_turns
 from .worker import from_json, to_json
 
 METHODS = ("plain", "paper", "exact")
@@ -87,7 +87,7 @@ def large(
             left = deadline - time.monotonic()
             if left > 0:
                 command = [sys.executable, "-m", "threepass.bench.large", to_json(case), str(file), stage]
-                words = last_words(command, None if left == math.inf else left)
+                words = run_command(command, None if left == math.inf else left)
                 print(f"{file.stem}, {stage}: {words or 'done'}", flush=True)
     return [file for file in files if file.exists()]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .case import Case
-from .suite import place, run_all
+from .suite import device_slug, run_all
 from .worker import to_json
 
 METHODS = ("plain", "paper", "exact")
@@ -38,7 +38,7 @@ def scaling(sweeps: Sequence[str], base: Case, out: Path) -> Path:
     if unknown:
         raise ValueError(f"unknown sweep {unknown[0]!r}: give some of {', '.join(sizes)}")
     points = {f"{sweep}-{size}": _at(base, sweep, size) for sweep in sweeps for size in sizes[sweep]}
-    folder = out / f"{place(base.device)}-scaling"
+    folder = out / f"{device_slug(base.device)}-scaling"
     first_of: dict[str, str] = {}  # the sweeps meet in one net
     twins = {name: first_of.setdefault(to_json(case), name) for name, case in points.items()}
     run_all({name: points[name] for name in first_of.values()}, folder, together=True)

@@ -121,7 +121,7 @@ def created(path: Path, numbered: bool = False) -> Iterator[RunFolder]:
     numbered: where there is something already, the first of NAME-2, NAME-3, ... that is free.
     """
     made = numbered or not path.exists()
-    path = fresh(path) if numbered else path
+    path = new_folder(path) if numbered else path
     path.mkdir(parents=True, exist_ok=True)
     with locked(path):
         if holds_run(path):
@@ -156,7 +156,7 @@ def holds_run(path: Path) -> bool:
     return (path / "metrics.jsonl").exists() or checkpoint.exists(path / "checkpoint")
 
 
-def fresh(path: Path) -> Path:
+def new_folder(path: Path) -> Path:
     """Makes the folder, or the first of NAME-2, NAME-3, ... that is not there: no run overwrites another."""
     number, wanted = 2, path
     wanted.parent.mkdir(parents=True, exist_ok=True)

@@ -25,8 +25,8 @@ from torch import nn
 from ..core.penalty import Penalty
 from ..integrations.loggers import Logger
 from . import checkpoint
+from .batch_source import Data
 from .config import Config
-from .feed import Data
 from .folder import created, resumed
 from .metrics import GivenFunctions, LossFn, Metric, best_of
 from .recipes import alpha_in_words, lr_in_words

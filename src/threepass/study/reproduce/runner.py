@@ -29,7 +29,7 @@ from ...train.files import write_json
 from ...train.loop import fit
 from ...train.runs import Run
 from ..gather import read
-from .measure import ALONG, MEASURES
+from .net_measurements import ALONG, MEASURES
 from .plan import Job
 from .records import Record, Records, device_name, locked, make_record
 

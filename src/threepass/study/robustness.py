@@ -8,8 +8,8 @@ from ..train.files import write_json
 from ..train.folder import resumed
 from ..train.runs import Run
 from ..train.trainer import Trainer
-from . import robust
-from .measures import ATTACKS
+from . import attacks
+from .report_columns import ATTACKS
 
 
 def measure(folder: Path, where: dict[str, Any], examples: int = 500) -> dict[str, Any]:
@@ -37,8 +37,8 @@ def measure(folder: Path, where: dict[str, Any], examples: int = 500) -> dict[st
         if not trainer.history:
             raise ValueError(f"{folder}: the run has not finished an epoch yet")
         if trainer.average is not None:
-            trainer.average.put()
-        curves = robust.robustness(trainer.model, data, examples=examples) | {"epochs": len(trainer.history)}
+            trainer.average.swap_in()
+        curves = attacks.robustness(trainer.model, data, examples=examples) | {"epochs": len(trainer.history)}
         write_json(folder / "robustness.json", curves)
     return curves
 
