@@ -19,7 +19,8 @@ file are left out, so that a run that was stopped, or that --minutes ended, goes
 so that a later run finds its programs in the caches (TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR). --size tiny: a test of
 all paths.
 
-Result: results/gradient-losses/h200.json and cpu.json, quoted by docs/gradient-losses.md.
+Result: results/gradient-losses/h200.json and cpu.json, quoted by docs/gradient-losses.md. On an H200, compiled steps
+take 0.23x (discriminator), 0.95x (SIREN) and 0.97x (SchNet) of the time of `traced-graph`.
 """
 
 import argparse

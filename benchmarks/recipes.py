@@ -12,7 +12,7 @@ By the epochs' times in results/recipes, one seed of the grid takes 10 to 20 min
 two CPU cores. --quick runs the whole grid on a few examples for one epoch, in seconds: its figures mean nothing.
 
 Result: results/recipes/mnist-search.json, digits-search.json, vit-search.json and resnet-search.json, quoted by
-docs/choose.md.
+docs/choose.md. The lowest validation error on mnist is 1.35% by exact mode at strength 3, 1.61% by two passes.
 """
 
 import argparse
