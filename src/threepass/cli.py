@@ -239,8 +239,9 @@ def train(
         resume: continue the run in this folder with its own settings; a larger number of --epochs extends it.
         keep_going: continue training when the loss is not finite, instead of stopping with exit code 3.
     """
+    from .train.device import find_device
     from .train.ranks import joined
-    from .train.runs import Run, find_device
+    from .train.runs import Run
 
     run = task.run(config)
     if resume is not None:
@@ -461,6 +462,7 @@ def bench(
     from .bench import tables
     from .bench.case import run
     from .bench.large import large
+    from .train.files import write_json
 
     if table is not None:
         print(tables.markdown(table))
@@ -477,8 +479,7 @@ def bench(
         report = run(case)
         print(tables.text(report))
         if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            write_json(out, report)
 
 
 def _measure_many(suite: str | None, prepare: bool, scaling: Sequence[str], case: "Case", folder: Path) -> None:

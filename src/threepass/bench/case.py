@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._version import commit
-from ..errors import NormalizationWarning
+from ..errors import NormalizationWarning, reason_of
+from ..train.device import find_device
 from . import nets
-from .execution import Form, FormError, best, eager, reason, traced
+from .execution import Form, FormError, best, eager, traced
 from .limits import layers, limits, operations
 from .methods import METHODS
 from .timing import ceilings, peak_bytes, summary, take_turns
@@ -64,9 +65,7 @@ class Case:
 
     def settled(self) -> "Case":
         """This case with "auto" replaced by what the machine has, and with plain training among the methods."""
-        device = self.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = str(find_device(self.device))
         precision = self.precision
         if precision == "auto":
             precision = "tf32" if device == "cuda" else "float32"
@@ -104,7 +103,7 @@ class Case:
                 z = copy.deepcopy(model)(x[:2])
         except Exception as error:
             shape = " x ".join(map(str, x.shape))
-            raise ValueError(f"the model does not take batches of images, {shape}: {reason(error)}") from error
+            raise ValueError(f"the model does not take batches of images, {shape}: {reason_of(error)}") from error
         if z.dim() != 2 or len(z) != len(x[:2]):
             raise ValueError(f"the model must give a row of class scores for each image, got shape {tuple(z.shape)}")
         y = torch.randint(z.shape[1], (self.batch,)).to(self.device)
@@ -185,7 +184,7 @@ def prepare(case: Case, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Form
             except FormError as error:
                 failures[method, form] = str(error)
             except Exception as error:  # whatever a model does not allow, the others still count
-                failures[method, form] = reason(error)
+                failures[method, form] = reason_of(error)
     return made, failures
 
 
@@ -246,7 +245,7 @@ def agreement(model: nn.Module, batch: Sequence[Tensor]) -> float | str:
     try:
         return difference(reference("exact", model, batch), reference("double", model, batch))
     except Exception as error:
-        return reason(error)
+        return reason_of(error)
 
 
 def difference(grads: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
