@@ -238,7 +238,7 @@ def test_a_form_that_steps_in_says_for_which_and_why(monkeypatch):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"methods": ("magic",)}, "unknown method 'magic': give some of plain, paper"),
+        ({"methods": ("magic",)}, "unknown method 'magic': choose from plain, paper"),
         ({"precision": "fp8"}, "precision must be one of tf32, float32, bf16, amp, got 'fp8'"),
         ({"rounds": 0}, "at least 1"),
         ({"eager": False, "best": False}, "nothing to measure"),
@@ -334,7 +334,7 @@ def test_exponents_and_the_page(tmp_path, monkeypatch):
     assert "abacus" in written
     assert written.count("<svg") == 4 + 2  # time and ratio of two sweeps, and the keys of two methods
     assert (tmp_path / "figures" / "cpu-scaling-depth-best-ratio.svg").exists()
-    with pytest.raises(ValueError, match="unknown sweep 'age': give some of depth, width, batch, image"):
+    with pytest.raises(ValueError, match="unknown sweep 'age': choose from depth, width, batch, image"):
         scaling(("age",), Case(device="cpu"), tmp_path)
     assert exponent([2], [3]) is None
 
@@ -361,5 +361,5 @@ def test_tables_go_between_the_marks(tmp_path, eager_report):
     assert re.search(r"\| nn.TransformerEncoder, CPU, traced \| \d\.\d\dx \| \d\.\d\dx \| - \| - \| - \| - \|", short)
     assert short.count("\n") == 4  # the head, and what was measured
     (tmp_path / "bare.md").write_text("nothing")
-    with pytest.raises(ValueError, match="no place for the tables"):
+    with pytest.raises(ValueError, match="no markers for the tables"):
         tables.fill(tmp_path / "bare.md", tmp_path)

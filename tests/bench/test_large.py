@@ -135,7 +135,7 @@ def test_stages_write_at_once_and_repeat_nothing(without_compiling, tmp_path, mo
 
 
 def test_a_net_that_is_not_in_the_suite(tmp_path):
-    with pytest.raises(ValueError, match="unknown net 'lenet': give some of resnet50, vit, gpt2, convnext"):
+    with pytest.raises(ValueError, match="unknown net 'lenet': choose from resnet50, vit, gpt2, convnext"):
         large.large(["lenet"], tmp_path, False, True, None, "cpu")
 
 

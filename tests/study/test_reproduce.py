@@ -124,7 +124,7 @@ def test_every_run_can_be_repeated_by_its_command():
 
 def test_an_unknown_study_names_the_known_ones(capsys):
     assert cli.main(["reproduce", "table3"]) == 1
-    assert "unknown study 'table3': give table2, mnist" in capsys.readouterr().err
+    assert "unknown study 'table3': choose from table2, mnist" in capsys.readouterr().err
 
 
 # Runs

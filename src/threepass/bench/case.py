@@ -55,11 +55,11 @@ class Case:
     def __post_init__(self) -> None:
         unknown = [name for name in self.methods if name not in METHODS]
         if unknown:
-            raise ValueError(f"unknown method {unknown[0]!r}: give some of {', '.join(METHODS)}")
+            raise ValueError(f"unknown method {unknown[0]!r}: choose from {', '.join(METHODS)}")
         if self.batch < 1 or self.rounds < 1 or self.image < 1:
             raise ValueError("batch, rounds and image must be at least 1")
         if not (self.eager or self.best):
-            raise ValueError("nothing to measure: neither eager nor best")
+            raise ValueError("nothing to measure: set eager or best")
         if self.precision not in ("auto", *PRECISIONS):
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
 
@@ -70,7 +70,7 @@ class Case:
         if precision == "auto":
             precision = "tf32" if device == "cuda" else "float32"
         if precision == "tf32" and device != "cuda":
-            raise ValueError("tf32 needs a GPU: give --precision float32 or bf16")
+            raise ValueError("tf32 needs a GPU: use --precision float32 or bf16")
         methods = tuple(name for name in METHODS if name == "plain" or name in self.methods)
         threads = self.threads or torch.get_num_threads()
         return replace(self, device=device, precision=precision, methods=methods, threads=threads)
@@ -105,7 +105,7 @@ class Case:
             shape = " x ".join(map(str, x.shape))
             raise ValueError(f"the model does not take batches of images, {shape}: {reason_of(error)}") from error
         if z.dim() != 2 or len(z) != len(x[:2]):
-            raise ValueError(f"the model must give a row of class scores for each image, got shape {tuple(z.shape)}")
+            raise ValueError(f"the model must return class scores of shape (N, classes), got {tuple(z.shape)}")
         y = torch.randint(z.shape[1], (self.batch,)).to(self.device)
         v = F.normalize(torch.randn(self.batch, z.shape[1]), dim=1).to(z)
         return [x, y, v]

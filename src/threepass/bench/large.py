@@ -78,7 +78,7 @@ def large(
     cases = CASES[device]
     unknown = [name for name in nets if name not in cases]
     if unknown:
-        raise ValueError(f"unknown net {unknown[0]!r}: give some of {', '.join(cases)}")
+        raise ValueError(f"unknown net {unknown[0]!r}: choose from {', '.join(cases)}")
     deadline = time.monotonic() + (math.inf if minutes is None else 60 * minutes)
     out.mkdir(parents=True, exist_ok=True)
     chosen = [replace(cases[name], device=device, checkpointing=checkpointing).settled() for name in nets or cases]

@@ -38,7 +38,7 @@ def scaling(sweeps: Sequence[str], base: Case, out: Path) -> Path:
     sizes = SIZES[base.device]
     unknown = [name for name in sweeps if name not in sizes]
     if unknown:
-        raise ValueError(f"unknown sweep {unknown[0]!r}: give some of {', '.join(sizes)}")
+        raise ValueError(f"unknown sweep {unknown[0]!r}: choose from {', '.join(sizes)}")
     points = {f"{sweep}-{size}": _at(base, sweep, size) for sweep in sweeps for size in sizes[sweep]}
     folder = out / f"{device_slug(base.device)}-scaling"
     first_of: dict[str, str] = {}  # the sweeps meet in one net

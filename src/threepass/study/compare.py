@@ -417,7 +417,7 @@ def _check(plan: Comparison) -> None:
     if plan.seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {plan.seeds!r}")
     if not plan.variants:
-        raise ValueError("nothing to compare: give at least one variant")
+        raise ValueError("nothing to compare: pass at least one variant")
     folders = [v.folder for v in plan.variants]
     twice = sorted({v.name for v in plan.variants if folders.count(v.folder) > 1 or not v.folder})
     if twice:

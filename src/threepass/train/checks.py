@@ -94,7 +94,7 @@ def _first_output(model: nn.Module, source: BatchSource, config: Config) -> Any:
             return call_model(model, x)
     except WRONG as error:
         shapes = ", ".join(str(tuple(z.shape)) for z in tree_leaves(x) if isinstance(z, Tensor))
-        text = f"the model does not take the examples of {source.name}, batches of shape {shapes}: {reason_of(error)}"
+        text = f"the model fails on a batch of {source.name} (shape {shapes}): {reason_of(error)}"
         raise ValueError(text) from error
     finally:
         model.train(before)
@@ -105,21 +105,21 @@ def _check_outputs(output: Any, source: BatchSource) -> None:
     y = source.first[1]
     if not isinstance(output, Tensor) or not isinstance(y, Tensor):
         kinds = f"{type(output).__name__} and {type(y).__name__}"
-        raise ValueError(f"the default losses compare tensors, got {kinds}: give a loss_fn of your own")
+        raise ValueError(f"the default losses compare tensors, got {kinds}: pass a loss_fn of your own")
     if y.is_floating_point():
         if output.numel() != y.numel():
             raise ValueError(
-                f"the model gives {tuple(output.shape)} for targets {tuple(y.shape)}: regression needs one output for "
-                "each target, and classes need integer labels"
+                f"the model's output has shape {tuple(output.shape)} and the targets {tuple(y.shape)}: regression "
+                "needs one output per target, classification integer labels"
             )
         return
     if output.dim() < 2 or y.shape not in (output.shape[:-1], output.shape[:1] + output.shape[2:]):
         raise ValueError(
-            f"cross-entropy needs outputs samples x classes, or samples x tokens x classes; got {tuple(output.shape)} "
-            f"for labels {tuple(y.shape)}: give a loss_fn of your own"
+            f"cross-entropy needs outputs of shape (N, C) or (N, T, C); got {tuple(output.shape)} for labels of shape "
+            f"{tuple(y.shape)}: pass a loss_fn of your own"
         )
     outputs = output.shape[-1] if y.shape == output.shape[:-1] else output.shape[1]
     labels = y[y != IGNORED]
     classes = source.classes or (int(labels.max()) + 1 if labels.numel() else 0)
     if outputs < classes:
-        raise ValueError(f"the model has {outputs} outputs, and {source.name} has {classes} classes")
+        raise ValueError(f"the model has only {outputs} outputs, but {source.name} has {classes} classes")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 WORDS = {
-    dict: "an object", list: "a list", int: "a whole number", float: "a number", str: "text", type(None): "null",
+    dict: "a JSON object", list: "a list", int: "an integer", float: "a number", str: "text", type(None): "null",
 }  # fmt: skip
 Kinds = tuple[type, ...]
 
@@ -61,7 +61,7 @@ def read_object(path: Path, expected: Mapping[str, Kinds]) -> dict[str, Any]:
     except ValueError as error:  # also what is no UTF-8
         raise ValueError(f"{path} is damaged: it is not JSON ({error})") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected an object, got {content!r:.40}")
+        raise ValueError(f"{path}: expected a JSON object, got {content!r:.40}")
     for key, kinds in expected.items():
         if key not in content:
             raise ValueError(f"{path} lacks the key {key!r}")

@@ -339,7 +339,7 @@ class Trainer:
         if "epochs" in changed and (stretched := saved.depends_on_epochs):
             warn_caller(
                 f"the run continues with {self.config.epochs} epochs instead of {saved.epochs}: {', '.join(stretched)} "
-                f"now depends on the new length, from epoch {self.epoch + 1} on, so that the learning rate or alpha "
-                "jumps there",
+                f"{'is' if len(stretched) == 1 else 'are'} recomputed for the new length, so the learning rate or "
+                f"alpha jumps at epoch {self.epoch + 1}",
                 UserWarning,
             )

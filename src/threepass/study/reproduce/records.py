@@ -39,7 +39,7 @@ class Records:
         for file in sorted(self.folder.glob("*.json")):
             content = json.loads(file.read_text(encoding="utf-8"))
             if content.get("format") != FORMAT:
-                raise ValueError(f"{file}: format {content.get('format')!r}, and this version reads {FORMAT}")
+                raise ValueError(f"{file}: format {content.get('format')!r}, but this version reads {FORMAT}")
             runs |= content["runs"]
         return runs
 
