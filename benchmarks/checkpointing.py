@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import threepass
-from threepass.bench.measure import peak_bytes
+from threepass.bench.timing import peak_bytes
 
 WIDTH, HEADS, TOKENS, BATCH = 128, 4, 64, 32
 BLOCKS = (12, 24, 48)

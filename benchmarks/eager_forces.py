@@ -7,7 +7,7 @@ meets them all. Seconds are the process's own (CPU time of one thread), the leas
 with --out writes JSON.
 
 Result: results/gradient-losses/cpu-schnet.json (and cpu-schnet-small.json for the small batch), quoted by
-docs/gradient-losses.md.
+docs/gradient-losses.md. Relative to double backward `gradient_step` takes 0.91x, traced 0.79x.
 """
 
 import argparse

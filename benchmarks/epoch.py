@@ -19,7 +19,8 @@ fused optimizers read a float32 learning rate, so that 1e-7 of an update is as n
 --together K trains K models at once, each in a process of its own or, with --threads, on a stream of its own in this
 process. Every run records alone, then all start together; `wall` is then one epoch of all K.
 
-Result: results/bench/h200-epoch-table-tf32.json (--table), quoted by docs/speed-details.md.
+Result: results/bench/h200-epoch-table-tf32.json (--table), quoted by docs/speed-details.md: the table takes 26
+minutes, and its three-pass steps alone are 86% of wall.
 """
 
 import argparse
@@ -39,6 +40,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from threepass.bench.timing import sample
 from threepass.compile.capture import capture
 from threepass.core.engine import Task
 from threepass.core.engine import run as three_passes
@@ -46,7 +48,7 @@ from threepass.core.options import Options
 from threepass.train.config import Config
 from threepass.train.data import DataSet, Split, load
 from threepass.train.loop import fit
-from threepass.train.numerics import numerics
+from threepass.train.precision import backend_flags
 from threepass.train.runs import build
 from threepass.train.steps import in_precision
 
@@ -135,30 +137,11 @@ def bare_step(data: DataSet, model_name: str, config: Config, rounds: int = 7, r
             r = three_passes(Task(model, F.cross_entropy, x, y), options, weights=(weights[0], weights[1]))
         return [*r.grads.values(), r.loss]
 
-    with numerics(config):
+    with backend_flags(config):
         captured = capture(step, [weights, x, y])
         if captured.graph is None:
-            replays = 2
-            return statistics.median(_cpu(lambda: captured(weights, x, y), replays) for _ in range(rounds))
-        return statistics.median(_cuda(captured.graph.replay, replays) for _ in range(rounds))
-
-
-def _cuda(f: Callable[[], Any], times: int) -> float:
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    f()
-    first.record()
-    for _ in range(times):
-        f()
-    last.record()
-    torch.cuda.synchronize()
-    return first.elapsed_time(last) / 1e3 / times
-
-
-def _cpu(f: Callable[[], Any], times: int) -> float:
-    began = time.perf_counter()
-    for _ in range(times):
-        f()
-    return (time.perf_counter() - began) / times
+            return statistics.median(sample(lambda: captured(weights, x, y), 2, cuda=False) for _ in range(rounds))
+        return statistics.median(sample(captured.graph.replay, replays, cuda=True) for _ in range(rounds))
 
 
 def measure(args: argparse.Namespace, data: DataSet, model_name: str, alpha: float) -> dict[str, Any]:
@@ -225,7 +208,7 @@ def _in_threads(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     workers = [threading.Thread(target=work) for _ in range(args.together)]
     # The switches of `numerics` are global: a run that ends first must not turn them back for the others.
-    with numerics(settings(args, args.alpha)):
+    with backend_flags(settings(args, args.alpha)):
         for worker in workers:
             worker.start()
         for worker in workers:

@@ -19,7 +19,8 @@ file are left out, so that a run that was stopped, or that --minutes ended, goes
 so that a later run finds its programs in the caches (TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR). --size tiny: a test of
 all paths.
 
-Result: results/gradient-losses/h200.json and cpu.json, quoted by docs/gradient-losses.md.
+Result: results/gradient-losses/h200.json and cpu.json, quoted by docs/gradient-losses.md. On an H200, compiled steps
+take 0.23x (discriminator), 0.95x (SIREN) and 0.97x (SchNet) of the time of `traced-graph`.
 """
 
 import argparse
@@ -43,7 +44,7 @@ from threepass._torch_compat import make_fx
 from threepass._version import commit
 from threepass.bench import case
 from threepass.bench.case import machine
-from threepass.bench.measure import peak_bytes, summary, take_turns
+from threepass.bench.timing import peak_bytes, summary, take_turns
 from threepass.compile.cuda_graph import CudaGraph
 
 Run = Callable[[], Any]

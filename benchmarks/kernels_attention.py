@@ -13,7 +13,7 @@ With --quick: every call once, of two samples, checked and not timed, its name p
 With --out FILE: all numbers, as JSON. Exits with 1 if an error is too large, and with 2, naming the call, if one leaves
 the GPU unusable, as an illegal memory access does: nothing that comes after it could be trusted.
 
-Result: printed, and no figure of it is quoted; docs/speed-details.md names it.
+Result: none is recorded, because this is a check and not a measurement; docs/speed-details.md names it.
 """
 
 import argparse

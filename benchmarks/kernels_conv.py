@@ -12,7 +12,8 @@ For every layer shape, at batch 128 (float32 with TF32, bfloat16) and 1024 (bflo
 A time is the median over replays of a CUDA graph of 20 calls; what fits the L2 cache stays there, for cuDNN too.
 Kernels are compiled beforehand by worker processes, into Triton's cache.
 
-Result: results/bench/h200-kernels-conv.json, quoted by docs/speed-details.md.
+Result: results/bench/h200-kernels-conv.json, quoted by docs/speed-details.md. In plain-20
+they take 0.31 to 0.65 of the time of cuDNN with separate kernels.
 """
 
 import argparse

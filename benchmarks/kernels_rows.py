@@ -6,7 +6,8 @@ Signals are (batch, tokens, width), as in ViT-Tiny at batch 256: 192 columns in 
 of a block. Times are medians over replays of a CUDA graph. `share`: bytes read and written once each, over the time,
 as a share of what a copy of such a tensor reaches. With --tune: the kernels by their blocks.
 
-Result: results/bench/h200-kernels-rows.json, quoted by docs/speed-details.md.
+Result: results/bench/h200-kernels-rows.json, quoted by docs/speed-details.md: in bfloat16
+they take 0.47 to 0.78 of the time of Inductor's kernels.
 """
 
 import argparse

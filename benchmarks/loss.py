@@ -6,7 +6,8 @@ Seconds of a step without the optimizer, with gradients set to None before it; t
 processor seconds of one thread, which other programs on the machine hardly change. On a GPU: --device cuda --out
 results/bench/h200-loss.json.
 
-Result: results/bench/cpu-loss.json, quoted by docs/loops.md.
+Result: results/bench/cpu-loss.json, quoted by docs/loops.md. Compiled steps take 1.05x (MLP 784-512-10, batch
+128) and 1.01x (plain-8, batch 32) of the time of `step(x, y)`.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import torch
 from torch.nn import functional as F
 
 import threepass
-from threepass.bench.measure import sample, summary
+from threepass.bench.timing import sample, summary
 from threepass.models import mlp, plain
 
 NETS = {

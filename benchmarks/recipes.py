@@ -12,7 +12,7 @@ By the epochs' times in results/recipes, one seed of the grid takes 10 to 20 min
 two CPU cores. --quick runs the whole grid on a few examples for one epoch, in seconds: its figures mean nothing.
 
 Result: results/recipes/mnist-search.json, digits-search.json, vit-search.json and resnet-search.json, quoted by
-docs/choose.md.
+docs/choose.md. The lowest validation error on mnist is 1.35% by exact mode at strength 3, 1.61% by two passes.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from threepass.study import robust
+from threepass.study import attacks
 from threepass.train.config import Config
 from threepass.train.data import DataSet, Split, load
 from threepass.train.loop import fit
@@ -93,7 +93,7 @@ def measure(model_name: str, data: DataSet, settings: dict[str, Any]) -> Row:
     row = {"settings": settings, "diverged": diverged, "val_error": last["val_error"]}
     if diverged:
         return row
-    found = robust.robustness(model, data, SIGMAS, RADII)
+    found = attacks.robustness(model, data, SIGMAS, RADII)
     under = {kind: dict(zip(found[kind]["at"], found[kind]["accuracy"], strict=True)) for kind in ("noise", "pgd")}
     return row | {"train_error": last["train_error"], "val_input_loss": last["val_input_loss"]} | under
 

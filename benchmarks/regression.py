@@ -10,7 +10,8 @@ with targets as they come, and standardised by the training targets. A quarter o
 
 It takes about three minutes on one CPU core. --quick runs one epoch with one seed: its figures mean nothing.
 
-Result: results/recipes/regression.json, quoted by docs/choose.md.
+Result: results/recipes/regression.json, quoted by docs/choose.md. With standardised targets 18 of 36 runs
+diverged at lr 0.1, and 0 at 0.03.
 """
 
 import argparse

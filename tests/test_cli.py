@@ -247,7 +247,7 @@ def test_sizes_of_attacks_on_features_are_said_to_be_in_their_units(own_folder, 
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         assert main(["robustness", "runs/a", "--examples", "10"]) == 0
-    words = r"mine has features and no pixels: .* in their units, and their standard deviations are \d+ to \d+"
+    words = r"the inputs of mine are features, not pixels: .* in their units; their standard deviations are \d+ to \d+"
     assert re.search(words, capsys.readouterr().err)
 
     def page_of(*runs):
@@ -280,7 +280,7 @@ def test_bench_writes_what_it_prints(own_folder, capsys, monkeypatch):
     assert "three passes, paper" in printed
     (own_folder / "page.md").write_text("no marks")
     assert main(["bench", "--table", "new", "--into", "page.md"]) == 1
-    assert "has no place for the tables" in capsys.readouterr().err
+    assert "has no markers for the tables" in capsys.readouterr().err
 
 
 def test_data_says_what_is_there(capsys):
@@ -305,18 +305,22 @@ def test_data_says_what_is_there(capsys):
         (["train", "--input-at", "nosuch"], 1, "input_at='nosuch' names no module"),
         (["train", "--seed", "-1"], 2, "seed must not be negative"),
         (["compare", "--alphas", "2"], 1, "alpha must be a number in [0, 1]"),
-        (["compare", "--strength", "1"], 2, "give --strengths instead of --strength (see threepass compare --help)"),
-        (["compare", "--alpha", "0.3"], 2, "give --alphas instead of --alpha"),
+        (["compare", "--strength", "1"], 2, "pass --strengths instead of --strength (see threepass compare --help)"),
+        (["compare", "--alpha", "0.3"], 2, "pass --alphas instead of --alpha"),
         (["compare", "--eta-over-alpha"], 2, "leave out --eta-over-alpha"),
-        (["compare", "--seed", "3"], 2, "give their number by --seeds instead of --seed"),
-        (["compare", "--reduction", "sample"], 2, "--reduction and --alpha-end go with --alphas"),
+        (["compare", "--seed", "3"], 2, "pass their number as --seeds instead of --seed"),
+        (["compare", "--reduction", "sample"], 2, "--reduction and --alpha-end apply only to methods of --alphas"),
         (["compare", "--demo", "--epochs", "1"], 2, "--demo has settings of its own: leave out --epochs"),
         (["compare", "--optimizer", "foo"], 1, "optimizer must be one of sgd"),
         (["train", "--model-options", "[1]"], 1, "--model-options must be a JSON object such as"),
         (["train", "--model-options", "{"], 1, "--model-options is not JSON"),
-        (["train", "--model-options", '{"sizes": [64, 8, 5]}'], 1, "the model has 5 outputs, and digits has 10 cl"),
-        (["train", "--model-options", '{"sizes": [63, 8, 10]}'], 1, "does not take the examples of digits"),
-        (["train", "--model", "plain20", "--model-options", '{"channels": 3}'], 1, "batches of shape (128, 1, 8, 8)"),
+        (
+            ["train", "--model-options", '{"sizes": [64, 8, 5]}'],
+            1,
+            "the model has only 5 outputs, but digits has",
+        ),
+        (["train", "--model-options", '{"sizes": [63, 8, 10]}'], 1, "the model fails on a batch of digits (shape "),
+        (["train", "--model", "plain20", "--model-options", '{"channels": 3}'], 1, "digits (shape (128, 1, 8, 8))"),
         (["train", "--device", "cuda"], 1, "PyTorch finds no CUDA device; --device cpu"),
         (["train", "--device", "mps"], 1, "device mps: PyTorch finds no MPS device; --device cpu"),
         (["train", "--device", "xpu"], 1, "device must be cpu, cuda, cuda:N or auto, got 'xpu'"),

@@ -1,10 +1,17 @@
 """Functions fit a screen and take few arguments; what exceeds that is listed here."""
 
 import ast
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 from modules import MODULES
 
+from threepass import cli
+
+ROOT = Path(__file__).parents[1]
+MEMBERS = re.compile(r"members: \[(.*)\]")
 LINES, PARAMETERS = 50, 6
 PUBLIC = {  # signatures that users see: in the API reference, or the options of a command
     "cli.bench",
@@ -48,8 +55,8 @@ def functions_in(name: str, tree: ast.AST) -> Iterator[tuple[str, ast.FunctionDe
         yield from functions_in(f"{name}.{node.name}" if named else name, node)
 
 
-def is_operation(node: ast.FunctionDef) -> bool:
-    return any(name in ast.unparse(decorator) for decorator in node.decorator_list for name in OPERATIONS)
+def is_decorated_by(node: ast.FunctionDef, *names: str) -> bool:
+    return any(name in ast.unparse(decorator) for decorator in node.decorator_list for name in names)
 
 
 def parameters(node: ast.FunctionDef) -> int:
@@ -57,10 +64,23 @@ def parameters(node: ast.FunctionDef) -> int:
 
 
 def test_functions_fit_a_screen():
-    long = {name for name, node in functions() if node.end_lineno - node.lineno >= LINES and not is_operation(node)}
+    kernel = "triton.jit"
+    long = {name for name, f in functions() if f.end_lineno - f.lineno >= LINES and not is_decorated_by(f, kernel)}
     assert long == set()
 
 
 def test_functions_take_few_arguments():
-    wide = {name for name, node in functions() if parameters(node) > PARAMETERS and not is_operation(node)}
+    wide = {name for name, f in functions() if parameters(f) > PARAMETERS and not is_decorated_by(f, *OPERATIONS)}
     assert wide == PUBLIC | WITH_ARGUMENTS_OF | OTHERS
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_public_signatures_are_in_the_api_reference_or_commands(name):
+    module, _, function = name.removesuffix(".__init__").rpartition(".")
+    if module == "cli":
+        assert function in {command.__name__ for command in cli.COMMANDS}
+        return
+    page = (ROOT / "docs" / "api.md").read_text()
+    documented = {entry.rpartition(".")[2] for entry in re.findall(r"^::: ([\w.]+)", page, re.M)}
+    documented |= {member for members in MEMBERS.findall(page) for member in members.split(", ")}
+    assert function in documented

@@ -20,7 +20,10 @@ INSTEAD = {
     r"by pieces": "piecewise",
     r"lies? before the input": "is upstream of the input",
 }
-PATTERNS = ("src/**/*.py", "tests/**/*.py", "benchmarks/**/*.py", "examples/*.py", "docs/*.md", "*.md")
+PATTERNS = (
+    "src/**/*.py", "src/**/*.j2", "src/**/*.js", "tests/**/*.py", "benchmarks/**/*.py", "examples/*.py",
+    "examples/*.ipynb", "docs/*.md", "*.md",
+)  # fmt: skip
 FILES = [path for pattern in PATTERNS for path in sorted(ROOT.glob(pattern)) if path != Path(__file__)]
 
 

@@ -89,7 +89,7 @@ def _with_config_file(arguments: list[str]) -> list[str]:
     if not places or not arguments or arguments[0] not in app:
         return rest
     if len(places) > 1:
-        raise ValueError("give --config once")
+        raise ValueError("--config was given more than once")
     place, (_, equals, name) = places[0], arguments[places[0]].partition("=")
     if not equals and place + 1 == len(arguments):
         raise ValueError("--config needs the name of a file")
@@ -222,8 +222,8 @@ def train(
 ) -> None:
     """Train a model on a data set; metrics and checkpoints go to runs/NAME.
 
-    Which number to turn: start with --strength 0.1 and change it by factors
-    of 3. Which mode: ask threepass.advise in Python.
+    Start with --strength 0.1 and change it by factors of 3; in Python,
+    threepass.advise recommends a mode.
 
     Several processes: torchrun --nproc-per-node 4 -m threepass train ... with
     the same flags; --batch-size is that of all processes together.
@@ -239,8 +239,9 @@ def train(
         resume: continue the run in this folder with its own settings; a larger number of --epochs extends it.
         keep_going: continue training when the loss is not finite, instead of stopping with exit code 3.
     """
+    from .train.device import find_device
     from .train.ranks import joined
-    from .train.runs import Run, find_device
+    from .train.runs import Run
 
     run = task.run(config)
     if resume is not None:
@@ -340,11 +341,14 @@ def compare(
 def _refuse_what_compare_ignores(given: frozenset[str], demo: bool, alphas: tuple[float, ...]) -> None:
     """Raises an error for flags that a comparison would not use."""
     instead = {
-        "strength": "compare trains one method for each of --strengths: give --strengths instead of --strength",
-        "alpha": "compare trains one method for each of --alphas: give --alphas instead of --alpha",
+        "strength": "compare trains one method for each of --strengths: pass --strengths instead of --strength",
+        "alpha": "compare trains one method for each of --alphas: pass --alphas instead of --alpha",
         "eta_over_alpha": "methods of --alphas always divide the learning rate by alpha: leave out --eta-over-alpha",
-        "seed": "compare trains the seeds 0, 1, ...: give their number by --seeds instead of --seed",
-    } | ({} if alphas else dict.fromkeys(("reduction", "alpha_end"), "--reduction and --alpha-end go with --alphas"))
+        "seed": "compare trains the seeds 0, 1, ...: pass their number as --seeds instead of --seed",
+    }
+    if not alphas:
+        words = "--reduction and --alpha-end apply only to methods of --alphas"
+        instead |= dict.fromkeys(("reduction", "alpha_end"), words)
     if demo:
         allowed = ("demo", "name", "resume")
         instead = {name: f"--demo has settings of its own: leave out --{name.replace('_', '-')}" for name in given}
@@ -386,7 +390,7 @@ def robustness(
         data_dir: where the data is, if not where the run found it.
         device: cpu, cuda, or auto: cuda if there is one.
     """
-    from .study.measure import in_words, measure
+    from .study.robustness import in_words, measure
 
     where = {"device": device} | ({} if data_dir is None else {"data_dir": str(data_dir)})
     for run in runs:
@@ -424,9 +428,9 @@ def init_study(*, name: str = "init-study", depth: int = 8, width: int = 256, se
         seed: of weights and data.
     """
     from .study.init_study import run
-    from .train.folder import fresh
+    from .train.folder import new_folder
 
-    out = fresh(Path("runs") / name)
+    out = new_folder(Path("runs") / name)
     run(out, depth=depth, width=width, seed=seed)
     print(f"page: {out / 'init-study.html'}")
 
@@ -456,11 +460,12 @@ def bench(
         out: write a JSON file; of a suite or sweep, the folder; default there: results/bench, and below it large for
             that suite.
         table: measure nothing; print the tables of the results in this folder.
-        into: pages to put these tables into, and the short ones of time and memory, between their marks.
+        into: pages in which to replace the generated tables, these and the short ones of time and memory.
     """
     from .bench import tables
     from .bench.case import run
     from .bench.large import large
+    from .train.files import write_json
 
     if table is not None:
         print(tables.markdown(table))
@@ -477,8 +482,7 @@ def bench(
         report = run(case)
         print(tables.text(report))
         if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            write_json(out, report)
 
 
 def _measure_many(suite: str | None, prepare: bool, scaling: Sequence[str], case: "Case", folder: Path) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import threepass
 from threepass import models
 from threepass.bench import case as cases
-from threepass.bench import forms, measure, methods, page, suite, tables
+from threepass.bench import execution, methods, page, suite, tables, timing
 from threepass.bench.case import Case, run
 from threepass.bench.limits import KERNELS, Layer, Work, layers, limits, operations, seconds, total, work
 from threepass.bench.methods import METHODS, NAMES
@@ -129,21 +129,21 @@ def test_operations_of_a_step_agree_with_the_limits():
 
 
 def test_methods_take_turns_and_samples_are_long_enough(monkeypatch):
-    monkeypatch.setattr(measure, "enough", lambda step, cuda: 2)
+    monkeypatch.setattr(timing, "enough", lambda step, cuda: 2)
     seen = []
-    times = measure.take_turns({"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}, rounds=3, cuda=False)
+    times = timing.take_turns({"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}, rounds=3, cuda=False)
     assert "".join(seen) == "aaabbb" * 3  # one that does not count, and two that do
     assert {name: len(z) for name, z in times.items()} == {"a": 3, "b": 3}
 
 
 def test_a_sample_lasts_five_milliseconds(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
 
     def step():
         clock[0] += 1e-4
 
-    assert 50 <= measure.enough(step, cuda=False) < 200
+    assert 50 <= timing.enough(step, cuda=False) < 200
 
 
 def test_peak_memory_is_counted_to_the_byte():
@@ -153,11 +153,11 @@ def test_peak_memory_is_counted_to_the_byte():
             b = torch.empty(500)
             del a, b
 
-    assert measure.peak_bytes(two_at_once, cuda=False) == 6000
+    assert timing.peak_bytes(two_at_once, cuda=False) == 6000
 
 
 def test_ceilings_are_of_this_machine():
-    found = measure.ceilings("cpu", torch.float32)
+    found = timing.ceilings("cpu", torch.float32)
     assert 1e9 < found["operations_per_second"] < 1e15
     assert 1e8 < found["bytes_per_second"] < 1e13
 
@@ -215,10 +215,10 @@ def test_the_reasons_of_every_form_are_kept(monkeypatch):
     def refuse(*args, **kwargs):
         raise ValueError("not this one")
 
-    monkeypatch.setattr(forms, "capture", refuse)
-    monkeypatch.setattr(forms.torch, "compile", refuse)
-    with pytest.raises(forms.FormError, match="capture: ValueError: not this one; torch"):
-        forms.best("sam", models.mlp(4, 3), [torch.randn(2, 4), torch.zeros(2).long(), torch.randn(2, 3)])
+    monkeypatch.setattr(execution, "capture", refuse)
+    monkeypatch.setattr(execution.torch, "compile", refuse)
+    with pytest.raises(execution.FormError, match="capture: ValueError: not this one; torch"):
+        execution.best("sam", models.mlp(4, 3), [torch.randn(2, 4), torch.zeros(2).long(), torch.randn(2, 3)])
 
 
 @pytest.mark.usefixtures("fast_ceilings")
@@ -226,8 +226,8 @@ def test_a_form_that_steps_in_says_for_which_and_why(monkeypatch):
     def refuse(*args, **kwargs):
         raise ValueError("not this one")
 
-    monkeypatch.setattr(forms, "capture", refuse)
-    monkeypatch.setattr(forms.torch, "compile", lambda model: model)
+    monkeypatch.setattr(execution, "capture", refuse)
+    monkeypatch.setattr(execution.torch, "compile", lambda model: model)
     report = run(Case(**TINY, eager=False, methods=("sam",)))
     row = report["methods"]["sam"]["best"]
     assert row["how"] == "torch.compile"
@@ -238,7 +238,7 @@ def test_a_form_that_steps_in_says_for_which_and_why(monkeypatch):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"methods": ("magic",)}, "unknown method 'magic': give some of plain, paper"),
+        ({"methods": ("magic",)}, "unknown method 'magic': choose from plain, paper"),
         ({"precision": "fp8"}, "precision must be one of tf32, float32, bf16, amp, got 'fp8'"),
         ({"rounds": 0}, "at least 1"),
         ({"eager": False, "best": False}, "nothing to measure"),
@@ -334,7 +334,7 @@ def test_exponents_and_the_page(tmp_path, monkeypatch):
     assert "abacus" in written
     assert written.count("<svg") == 4 + 2  # time and ratio of two sweeps, and the keys of two methods
     assert (tmp_path / "figures" / "cpu-scaling-depth-best-ratio.svg").exists()
-    with pytest.raises(ValueError, match="unknown sweep 'age': give some of depth, width, batch, image"):
+    with pytest.raises(ValueError, match="unknown sweep 'age': choose from depth, width, batch, image"):
         scaling(("age",), Case(device="cpu"), tmp_path)
     assert exponent([2], [3]) is None
 
@@ -361,5 +361,5 @@ def test_tables_go_between_the_marks(tmp_path, eager_report):
     assert re.search(r"\| nn.TransformerEncoder, CPU, traced \| \d\.\d\dx \| \d\.\d\dx \| - \| - \| - \| - \|", short)
     assert short.count("\n") == 4  # the head, and what was measured
     (tmp_path / "bare.md").write_text("nothing")
-    with pytest.raises(ValueError, match="no place for the tables"):
+    with pytest.raises(ValueError, match="no markers for the tables"):
         tables.fill(tmp_path / "bare.md", tmp_path)

@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional as F
 
 from threepass import ThreePass, three_pass
-from threepass.bench import forms, large, nets, tables
+from threepass.bench import execution, large, nets, tables
 from threepass.bench.case import Case
-from threepass.bench.forms import eager
+from threepass.bench.execution import eager
 from threepass.bench.limits import layers
 from threepass.bench.methods import ALPHA, METHODS, weights
 from threepass.compile.trace import trace
@@ -90,7 +90,7 @@ def without_compiling(monkeypatch):
         return eager(method, model, batch)._replace(how=how, compile_seconds=2.0, parts={"check": 1.0})
 
     def makers(method, cuda):
-        for how, _ in forms.makers(method, cuda):
+        for how, _ in execution.makers(method, cuda):
             yield how, lambda *args, how=how: form(how, *args)
 
     monkeypatch.setattr(large, "makers", makers)
@@ -135,12 +135,12 @@ def test_stages_write_at_once_and_repeat_nothing(without_compiling, tmp_path, mo
 
 
 def test_a_net_that_is_not_in_the_suite(tmp_path):
-    with pytest.raises(ValueError, match="unknown net 'lenet': give some of resnet50, vit, gpt2, convnext"):
+    with pytest.raises(ValueError, match="unknown net 'lenet': choose from resnet50, vit, gpt2, convnext"):
         large.large(["lenet"], tmp_path, False, True, None, "cpu")
 
 
 def test_no_time_left_starts_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(large, "last_words", lambda *args: pytest.fail("started"))
+    monkeypatch.setattr(large, "run_command", lambda *args: pytest.fail("started"))
     assert large.large([], tmp_path, False, False, 0.0, "cpu") == []
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import threepass
-from threepass.bench.measure import peak_bytes
+from threepass.bench.timing import peak_bytes
 from threepass.compile.capture import capture
 from threepass.compile.inductor import warm_up
 from threepass.compile.rewrite import gates, tf32

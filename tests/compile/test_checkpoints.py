@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import threepass
-from threepass.bench.measure import peak_bytes
+from threepass.bench.timing import peak_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
 

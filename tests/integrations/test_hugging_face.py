@@ -4,10 +4,13 @@ import copy
 
 import pytest
 import torch
+from adopters import Sentences, bert
 from close import assert_close
 from families import HUGGING_FACE, in_float64, make
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import DataLoader
 
 import threepass
 from threepass.bench.nets import recompute_layers
@@ -133,3 +136,41 @@ def test_gradient_checkpointing_is_captured(reentrant, graph_only):
     model, whole, rest = checkpointed("bert_mask", reentrant)
     expected = threepass.three_pass(whole, *rest, alpha=0.3, mode="exact").grads
     assert_close(captured(model, *rest, "exact"), expected, 1e-5)
+
+
+def test_the_models_own_loss():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2).double()
+
+        def forward(self, x, labels=None):
+            logits = self.layer(x).tanh()
+            return {"logits": logits} | ({} if labels is None else {"loss": F.cross_entropy(logits, labels)})
+
+    torch.manual_seed(0)
+    model, x, labels = Model(), torch.randn(4, 3).double(), torch.randint(2, (4,))
+    ours = threepass.three_pass(model, None, {"x": x, "labels": labels}, mode="exact").grads
+    theirs = threepass.three_pass(
+        model, lambda out, y: F.cross_entropy(out["logits"], y), {"x": x}, labels, mode="exact"
+    )
+    assert_close(ours, theirs.grads, 1e-14)
+    with pytest.raises(ValueError, match=r"none: pass a loss_fn, or .*labels"):
+        threepass.three_pass(model, None, {"x": x})
+
+
+def test_the_first_scalar_of_a_tuple_is_the_models_own_loss():
+    model = bert()
+    batch = next(iter(DataLoader(Sentences(), 8)))
+    expected = threepass.three_pass(model, None, batch, alpha=0.3).grads
+    assert_close(threepass.three_pass(model, None, batch | {"return_dict": False}, alpha=0.3).grads, expected, 1e-14)
+
+
+def test_embeddings_that_require_grad_are_not_warned_of(recwarn):
+    """As `enable_input_require_grads` makes them: the Trainer calls it for checkpointed models of peft."""
+    model = bert()
+    for p in model.bert.embeddings.parameters():
+        p.requires_grad_(False)
+    model.enable_input_require_grads()
+    threepass.three_pass(model, None, next(iter(DataLoader(Sentences(), 8))), mode="exact")
+    assert not [w for w in recwarn if "not parameters of the model" in str(w.message)]

@@ -6,7 +6,7 @@ from functools import partial
 import lightning
 import pytest
 import torch
-from adopters import LR, parameters
+from adopters import LR, lightning_module, parameters
 from close import assert_close
 from torch import nn
 from torch.nn import functional as F
@@ -208,3 +208,74 @@ def test_copies_of_a_callback(tmp_path):
     """Lightning's tuner copies callbacks."""
     _, callback, _ = fit(Module(), tmp_path)
     assert copy.deepcopy(callback).state_dict() == callback.state_dict()
+
+
+def fit_with_lightning(module, tmp_path, callback=None, **options) -> None:
+    torch.manual_seed(1)
+    data = TensorDataset(torch.randn(8, 5).double(), torch.randint(4, (8,)))
+    trainer = lightning.Trainer(
+        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path, callbacks=callback, **options,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(data, 8 // options.get("accumulate_grad_batches", 1)))
+
+
+@pytest.mark.parametrize("dictionary", [False, True])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_lightning_callback(dictionary, accumulated, tmp_path):
+    module = lightning_module(dictionary)
+    twin = copy.deepcopy(module.net)
+    callback = ThreePassCallback(alpha=0.3, mode="exact", batch_size=8 if accumulated > 1 else None)
+    fit_with_lightning(module, tmp_path, callback, accumulate_grad_batches=accumulated)
+    assert len(module.logged) == 2 * accumulated
+    assert "training_step" not in vars(module)  # the module is as it was
+    torch.manual_seed(1)
+    x, y = torch.randn(8, 5).double(), torch.randint(4, (8,))
+    optimizer = torch.optim.SGD(twin.parameters(), LR)
+    for _ in range(2):
+        optimizer.zero_grad()
+        threepass.ThreePass(twin, F.cross_entropy, alpha=0.3, mode="exact")(x, y)
+        optimizer.step()
+    assert_close(parameters(module.net), parameters(twin), 1e-12)
+    assert callback.state_dict() == {"calls": 2 * accumulated}
+
+
+def test_lightning_with_manual_optimization_calls_the_step_itself(tmp_path):
+    """`ThreePass` in `training_step`, called as in any loop or as a loss for `manual_backward`."""
+
+    def manual(by_loss: bool):
+        module = lightning_module(False)
+        module.automatic_optimization = False
+        step = threepass.ThreePass(module.net, F.cross_entropy, alpha=0.3, mode="exact")
+
+        def training_step(batch, batch_idx):
+            optimizer = module.optimizers()
+            optimizer.zero_grad()
+            if by_loss:
+                module.manual_backward(step.loss(*batch))
+            else:
+                step(*batch)
+            optimizer.step()
+
+        module.training_step = training_step
+        fit_with_lightning(module, tmp_path)
+        return module
+
+    called, by_loss = manual(False), manual(True)
+    twin = lightning_module(False).net
+    optimizer = torch.optim.SGD(twin.parameters(), LR)
+    torch.manual_seed(1)
+    x, y = torch.randn(8, 5).double(), torch.randint(4, (8,))
+    for _ in range(2):
+        optimizer.zero_grad()
+        threepass.ThreePass(twin, F.cross_entropy, alpha=0.3, mode="exact")(x, y)
+        optimizer.step()
+    assert_close(parameters(called.net), parameters(twin), 1e-12)
+    assert_close(parameters(by_loss.net), parameters(twin), 1e-12)
+
+
+def test_lightning_with_manual_optimization_is_refused(tmp_path):
+    module = lightning_module(False)
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match="needs automatic optimization"):
+        fit_with_lightning(module, tmp_path, ThreePassCallback(alpha=0.3))

@@ -198,5 +198,36 @@ def test_lora(compile, tmp_path, graph_only):
 
 
 def test_two_losses_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="give one of loss_fn, compute_loss_func"):
+    with pytest.raises(ValueError, match="pass only one of loss_fn, compute_loss_func"):
         train(bert(), tmp_path, Sentences(), {}, loss_fn=sum_of_logits, compute_loss_func=sum_over_items)
+
+
+@pytest.mark.parametrize("options", [{"strength": 0.5, "mode": "exact"}, {"alpha": 0.3}], ids=str)
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_hugging_face_trainer(options, accumulated, tmp_path):
+    model = bert()
+    twin, data = copy.deepcopy(model), Sentences()
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=4 // accumulated, gradient_accumulation_steps=accumulated,
+        num_train_epochs=1, learning_rate=LR, lr_scheduler_type="constant", optim="sgd", max_grad_norm=0.0,
+        use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, train_sampling_strategy="sequential",
+    )  # fmt: skip
+    trainer = ThreePassTrainer(model=model, args=args, train_dataset=data, eval_dataset=data, three_pass=options)
+    trainer.train()
+    optimizer = torch.optim.SGD(twin.parameters(), LR)
+    step = threepass.ThreePass(twin, None, **options)
+    for batch in DataLoader(data, 4):
+        optimizer.zero_grad()
+        step(batch)
+        optimizer.step()
+    assert_close(parameters(model), parameters(twin), 1e-10)
+    model.eval()
+    with torch.no_grad():
+        whole = model(**next(iter(DataLoader(data, 8)))).loss
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(float(whole), rel=1e-6)
+
+
+def test_what_the_hugging_face_trainer_refuses(tmp_path):
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    with pytest.raises(ValueError, match="the Trainer sets batch_size itself"):
+        ThreePassTrainer(model=bert(), args=args, three_pass={"batch_size": 4})

@@ -17,8 +17,8 @@ from torch import nn
 
 from threepass.models import mlp
 from threepass.page.images import data_uri, heat, picture
+from threepass.study import attacks
 from threepass.study import compare as study
-from threepass.study import robust
 from threepass.study.compare import Comparison, Variant, by_alpha, by_strength, compare, cost, two_passes
 from threepass.study.intervals import paired, t_quantile
 from threepass.study.report import report
@@ -246,15 +246,15 @@ def test_attacks_stay_in_the_ball_and_in_range_and_do_harm(made, data):
     out, _ = made
     model = net()
     model.load_state_dict(load_file(out / "two-passes" / "seed-0" / "weights.safetensors"))
-    model, p = robust.in_float64(model, "cpu"), robust.pixels(data, 200)
+    model, p = attacks.in_float64(model, "cpu"), attacks.pixels(data, 200)
     assert p.x.dtype == torch.float64
     for eps in (0.03, 0.2):
-        for moved in (robust.fgsm(model, p, eps), robust.pgd(model, p, eps)[0]):
-            assert (moved - p.x).abs().max() <= eps + 1e-12
-            assert moved.min() >= 0
-            assert moved.max() <= 1
-            assert (moved - p.x).abs().max() > 0.9 * eps
-    found = robust.robustness(model, data, radii=(0.1, 0.0, 0.05), examples=200)
+        moved, _ = attacks.pgd(model, p, eps)
+        assert (moved - p.x).abs().max() <= eps + 1e-12
+        assert moved.min() >= 0
+        assert moved.max() <= 1
+        assert (moved - p.x).abs().max() > 0.9 * eps
+    found = attacks.robustness(model, data, radii=(0.1, 0.0, 0.05), examples=200)
     fgsm, pgd = (found[kind]["accuracy"] for kind in ("fgsm", "pgd"))
     assert pgd[1] == fgsm[1] == found["noise"]["accuracy"][0]
     assert all(a <= b + 0.005 for a, b in zip(pgd, fgsm, strict=True))
@@ -276,12 +276,12 @@ def test_attacks_are_in_pixels_whatever_the_normalisation(data):
         *(Split((s.x * 255).round().byte(), s.y) for s in (data.train, data.val)), (0.3,), (0.4,), data.classes, "bytes"
     )
     inner = net()
-    a = robust.robustness(inner, plain, (0.0, 0.1), (0.0, 0.1), examples=50)
-    b = robust.robustness(Normalised(inner, data.mean[0], data.std[0]), data, (0.0, 0.1), (0.0, 0.1), examples=50)
+    a = attacks.robustness(inner, plain, (0.0, 0.1), (0.0, 0.1), examples=50)
+    b = attacks.robustness(Normalised(inner, data.mean[0], data.std[0]), data, (0.0, 0.1), (0.0, 0.1), examples=50)
     assert a == b
-    assert robust.pixels(whole).x.max() == 1.0
+    assert attacks.pixels(whole).x.max() == 1.0
 
 
 def test_data_beyond_pixels_keeps_its_own_range(data):
     wide = DataSet(*(Split(6 * s.x - 3, s.y) for s in (data.train, data.val)), (0.0,), (1.0,), data.classes, "wide")
-    assert (robust.pixels(wide).low, robust.pixels(wide).high) == (-3.0, 3.0)
+    assert (attacks.pixels(wide).low, attacks.pixels(wide).high) == (-3.0, 3.0)

@@ -19,6 +19,7 @@ from threepass.study.reproduce import claims, page, paper, plan, records, rules,
 from threepass.study.reproduce.plan import Scale
 from threepass.train.config import Config
 from threepass.train.data import load, published
+from threepass.train.files import locked_file
 
 ROOT = Path(__file__).parents[2]
 TINY = Scale(seeds=1, epochs=2, examples=40, width=4)
@@ -123,7 +124,7 @@ def test_every_run_can_be_repeated_by_its_command():
 
 def test_an_unknown_study_names_the_known_ones(capsys):
     assert cli.main(["reproduce", "table3"]) == 1
-    assert "unknown study 'table3': give table2, mnist" in capsys.readouterr().err
+    assert "unknown study 'table3': choose from table2, mnist" in capsys.readouterr().err
 
 
 # Runs
@@ -263,7 +264,7 @@ def test_a_killed_run_goes_on_to_the_same_record(data_dir, tmp_path):
 def test_two_processes_do_not_train_one_run(data_dir, tmp_path):
     jobs, results = plan.plan(["mnist"], TINY)[:2], tmp_path / "r"
     said: list[str] = []
-    with records.locked(results / "unfinished" / f".{jobs[0].key}.lock") as mine:
+    with locked_file(results / "unfinished" / f".{jobs[0].key}.lock") as (_, mine):
         assert mine
         assert not runner.train_missing(jobs, results, runner.Place(data_dir), say=said.append)
     assert set(records.Records(results).read()) == {jobs[1].key}

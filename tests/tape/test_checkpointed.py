@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from threepass import three_pass
-from threepass.bench.measure import peak_bytes
+from threepass.bench.timing import peak_bytes
 from threepass.tape import record
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")

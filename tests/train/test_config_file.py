@@ -104,7 +104,7 @@ def test_what_is_wrong_is_said_in_one_line(text, words, capsys):
     [
         (["--config", "missing.toml"], "--config: cannot read missing.toml"),
         (["--config"], "--config needs the name of a file"),
-        (["--config", "a.toml", "--config", "b.toml"], "give --config once"),
+        (["--config", "a.toml", "--config", "b.toml"], "--config was given more than once"),
     ],
 )
 def test_a_file_that_is_not_there(arguments, words, capsys):

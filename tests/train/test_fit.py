@@ -109,17 +109,22 @@ def stream():
     [
         (lambda: loaders()[0], {}, TypeError, r"a pair of torch DataLoaders, \(train_loader, val_loader\); got DataLo"),
         (lambda: (stream(), stream()), {}, DataError, "the training loader has no length"),
-        (lambda: (DataLoader([torch.zeros(5)]),) * 2, {}, DataError, "must give pairs .x, y., got Tensor: use a coll"),
-        (loaders, {"augment": True}, ValueError, "augment is for data in memory"),
-        (loaders, {"update": "epoch"}, ValueError, 'update="epoch" is for data in memory'),
-        (loaders, {"batch_size": 64}, ValueError, "batch_size is 64, and the training loader's is 8"),
+        (lambda: (DataLoader([torch.zeros(5)]),) * 2, {}, DataError, "must yield pairs .x, y., got Tensor: use a col"),
+        (loaders, {"augment": True}, ValueError, "augment=True works only with data in memory"),
+        (loaders, {"update": "epoch"}, ValueError, 'update="epoch" works only with data in memory'),
+        (loaders, {"batch_size": 64}, ValueError, r"batch_size=64 differs from the training loader's \(8\)"),
         (
             lambda: (DataLoader(TensorDataset(torch.rand(4, 5), torch.arange(4)), 4),) * 2,
             {},
             ValueError,
-            "outputs, and",
+            "outputs, but",
         ),
-        (lambda: (DataLoader(TensorDataset(torch.rand(4, 6), torch.arange(4))),) * 2, {}, ValueError, "does not take"),
+        (
+            lambda: (DataLoader(TensorDataset(torch.rand(4, 6), torch.arange(4))),) * 2,
+            {},
+            ValueError,
+            "the model fails on a",
+        ),
     ],
 )
 def test_loaders_that_do_not_fit(made, settings, error, message):
@@ -141,7 +146,7 @@ def test_regression(shape):
     out = model((x[80:] - mean) / std).reshape(y[80:].shape)
     assert last["val_loss"] == pytest.approx(F.mse_loss(out, y[80:]).item(), rel=1e-4)
     assert last["val_absolute_error"] == pytest.approx((out - y[80:]).abs().mean().item(), rel=1e-4)
-    with pytest.raises(ValueError, match=r"the model gives \(20, 10\) for targets \(20.*classes need integer labels"):
+    with pytest.raises(ValueError, match=r"output has shape \(20, 10\) and the targets \(20.*integer labels"):
         fit(small(10), made, batch_size=20)
 
 
@@ -251,7 +256,7 @@ def test_a_first_loss_that_is_not_finite_is_no_divergence():
 
 
 def test_the_name_of_a_data_set_is_not_its_data():
-    with pytest.raises(TypeError, match=r"give threepass.train.data.load\('mnist'\) instead"):
+    with pytest.raises(TypeError, match=r"not a name: pass threepass.train.data.load\('mnist'\)"):
         fit(simple(), "mnist")
 
 
@@ -447,7 +452,7 @@ def batch_pairs(x, y):
 def test_nan_in_what_a_loader_gives_is_named_and_no_divergence(value):
     x, y = torch.randn(40, 5), torch.arange(40) % 3
     x[19, 2] = value
-    message = r"step 3 \(epoch 1, batch 3\) is not finite: x holds NaN or infinity in 1 of the 8 samples of the batch"
+    message = r"step 3 \(epoch 1, batch 3\) is not finite: x contains NaN or infinity in 1 of the 8 samples of the"
     with pytest.raises(threepass.DivergedError, match=message) as raised:
         fit(small(), batch_pairs(x, y), epochs=2, strength=0.1, lr=0.01)
     assert raised.value.step == 3
@@ -455,13 +460,13 @@ def test_nan_in_what_a_loader_gives_is_named_and_no_divergence(value):
     train, val = batch_pairs(torch.randn(40, 5), y)
     val.dataset.tensors[0][9:11] = value
     with pytest.raises(
-        threepass.DivergedError, match=r"validation loss after epoch 1 is not finite: x holds .* 2 of the 8"
+        threepass.DivergedError, match=r"validation loss after epoch 1 is not finite: x contains .* 2 of the 8"
     ):
         fit(small(), (train, val), epochs=2, strength=0.1, lr=0.01)
     targets = torch.randn(40, 1)
     targets[3] = value
     with pytest.raises(
-        threepass.DivergedError, match=r"step 1 .* is not finite: y holds NaN or infinity in 1 of the 8"
+        threepass.DivergedError, match=r"step 1 .* is not finite: y contains NaN or infinity in 1 of the 8"
     ):
         fit(small(1), (DataLoader(TensorDataset(torch.randn(40, 5), targets), 8), batch_pairs(x, targets + 1)[1]))
 
@@ -471,7 +476,8 @@ def test_an_entry_with_nan_is_named_and_a_mask_is_not():
     x = {"tokens": torch.ones(2, 2, dtype=torch.int64), "mask": mask, "features": (torch.ones(2), torch.ones(2, 3))}
     assert bad_values([(x, torch.arange(2))]) is None
     x["features"][1][0, 1] = torch.nan
-    assert bad_values([(x, torch.arange(2))]).startswith("x['features'][1] holds NaN or infinity in 1 of the 2 samples")
+    found = bad_values([(x, torch.arange(2))])
+    assert found.startswith("x['features'][1] contains NaN or infinity in 1 of the 2 samples")
 
 
 def test_a_loss_that_grows_is_said_before_it_is_not_finite():

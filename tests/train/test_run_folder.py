@@ -13,7 +13,7 @@ from training import assert_same, data, simple
 
 from threepass.cli import main
 from threepass.train.config import Config
-from threepass.train.folder import created, fresh, locked
+from threepass.train.folder import created, locked, new_folder
 from threepass.train.loop import fit
 
 SHORT = {"epochs": 2, "batch_size": 10, "alpha": 0.5, "lr": 0.05}
@@ -45,9 +45,7 @@ def test_more_epochs_extend_a_run(tmp_path):
 
 def test_a_schedule_that_is_stretched_is_said(tmp_path):
     fit(simple(), data(), folder=tmp_path, schedule="cosine", **SHORT)
-    with pytest.warns(
-        UserWarning, match="4 epochs instead of 2: schedule now depend.* on the new length, from epoch 3 on"
-    ):
+    with pytest.warns(UserWarning, match="4 epochs instead of 2: schedule is recomputed .* jumps at epoch 3"):
         fit(simple(), data(), folder=tmp_path, resume=True, epochs=4)
 
 
@@ -61,7 +59,7 @@ def test_a_run_in_use_is_refused_with_its_process(tmp_path):
 
 def test_starts_with_one_name_get_names_of_their_own(tmp_path):
     made = []
-    threads = [threading.Thread(target=lambda: made.append(fresh(tmp_path / "run"))) for _ in range(20)]
+    threads = [threading.Thread(target=lambda: made.append(new_folder(tmp_path / "run"))) for _ in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -159,11 +157,11 @@ DAMAGES = {
     "checkpoint/state.json": [
         (lambda file: os.truncate(file, 100), "is damaged: it is not JSON"),
         (lambda file: file.write_bytes(b"\xff\xfe"), "is damaged: it is not JSON"),
-        (lambda file: file.write_text("[]"), r"expected an object, got \[\]"),
+        (lambda file: file.write_text("[]"), r"expected a JSON object, got \[\]"),
         (lambda file: file.write_text('{"format": 2}'), "lacks the key 'config'"),
-        (lambda file: write(file, format="1"), "format: expected a whole number, got '1'"),
+        (lambda file: write(file, format="1"), "format: expected an integer, got '1'"),
         (lambda file: write(file, format=7), "written by another version"),
-        (lambda file: write(file, position=[0.5, 1]), "position: expected a whole number, got 0.5"),
+        (lambda file: write(file, position=[0.5, 1]), "position: expected an integer, got 0.5"),
         (lambda file: write(file, history={}), r"history: expected a list, got \{\}"),
         (lambda file: write(file, config={"lr": "fast"}), r"config: lr must be a number, got 'fast' \(str\)"),
     ],
@@ -171,7 +169,7 @@ DAMAGES = {
         (lambda file: os.truncate(file, 20), "is damaged: it is not JSON"),
         (lambda file: write(file, model=3), "model: expected text, got 3"),
         (lambda file: write(file, init=["a"]), r"init: expected text or null, got \['a'\]"),
-        (lambda file: write(file, config={"epochs": 2.5}), "config: epochs must be a whole number, got 2.5"),
+        (lambda file: write(file, config={"epochs": 2.5}), "config: epochs must be an integer, got 2.5"),
     ],
 }
 
@@ -203,4 +201,4 @@ def test_a_full_disk_is_said_in_one_line(tmp_path, monkeypatch, capsys):
     assert code == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert "could not write the checkpoint runs/mlp-digits/checkpoint" in last
-    assert "there is none before it" in last
+    assert "there is no previous checkpoint" in last

@@ -1,7 +1,7 @@
-"""fit(compile=True): the numbers of eager training, step by step, from recorded steps.
+"""fit(compile=True): the numbers of eager training, step by step, from captured steps.
 
 Most tests leave out Inductor, which takes seconds a program, and run the traced programs as they are. As on a GPU,
-every recorded step is warmed up before it is used, so that a change by the warm-up would show in the numbers.
+every captured step is warmed up before it is used, so that a change by the warm-up would show in the numbers.
 """
 
 import json
@@ -18,8 +18,8 @@ from threepass.compile import inductor
 from threepass.compile.cuda_graph import WARM_UP
 from threepass.train.config import Config
 from threepass.train.data import DataSet, Split
+from threepass.train.graph_capture import GraphCapture
 from threepass.train.loop import fit
-from threepass.train.recorder import Recorder
 from threepass.train.steps import LOSSES
 from threepass.train.validation import size_of_batches
 
@@ -48,16 +48,16 @@ def normed() -> nn.Module:
 
 @pytest.fixture
 def traced(monkeypatch, graph_only):
-    record = Recorder.record
+    capture = GraphCapture.capture
 
     def warmed_up(self, function, counter, compiled=True):
-        step = record(self, function, counter, compiled)
+        step = capture(self, function, counter, compiled)
         for _ in range(WARM_UP if step is not None else 0):
             with function.restore():
                 step()
         return step
 
-    monkeypatch.setattr(Recorder, "record", warmed_up)
+    monkeypatch.setattr(GraphCapture, "capture", warmed_up)
 
 
 def assert_same_run(got, expected, tolerance: float) -> None:

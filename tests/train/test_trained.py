@@ -47,8 +47,8 @@ def test_a_run_of_fit_gets_its_weights_into_a_model(settings, tmp_path):
     torch.testing.assert_close(run(made.val.x), expected)
     torch.testing.assert_close(run(made.val.x.float() / 255), expected)
     for wrong, message in [
-        (made.val.x.long(), "x is torch.int64: give pixels as uint8"),
-        (made.val.x.float(), "floating-point pixels up to .*: give uint8, or divide x by 255"),
+        (made.val.x.long(), "x is torch.int64: pass pixels as uint8"),
+        (made.val.x.float(), "floating-point pixels up to .*: pass uint8, or divide x by 255"),
         (made.val.x[:, :, :5], r"examples of shape \(1, 6, 6\), as in made; got \(20, 1, 5, 6\)"),
         (made.val.x[0, 0], r"got \(6, 6\)"),
     ]:
@@ -99,7 +99,7 @@ def test_what_cannot_be_loaded(tmp_path):
     fit(simple(), data(), folder=tmp_path, **SHORT)
     with pytest.raises(ValueError, match=r"has no run.json.*load_run\(folder, model\)"):
         threepass.load_run(tmp_path)
-    with pytest.raises(ValueError, match="has the weights of another model"):
+    with pytest.raises(ValueError, match=r"the checkpoint does not match the model: .*safetensors"):
         threepass.load_run(tmp_path, net())
     with pytest.raises(ValueError, match='weights must be "last" or "best"'):
         threepass.load_run(tmp_path, simple(), weights="newest")

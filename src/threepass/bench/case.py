@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._version import commit
-from ..errors import NormalizationWarning
+from ..errors import NormalizationWarning, reason_of
+from ..train.device import find_device
 from . import nets
-from .forms import Form, FormError, best, eager, reason, traced
+from .execution import Form, FormError, best, eager, traced
 from .limits import layers, limits, operations
-from .measure import ceilings, peak_bytes, summary, take_turns
 from .methods import METHODS
+from .timing import ceilings, peak_bytes, summary, take_turns
 
 PRECISIONS = ("tf32", "float32", "bf16", "amp")
 CLASSES, WARM_UP = 10, 2
@@ -54,24 +55,22 @@ class Case:
     def __post_init__(self) -> None:
         unknown = [name for name in self.methods if name not in METHODS]
         if unknown:
-            raise ValueError(f"unknown method {unknown[0]!r}: give some of {', '.join(METHODS)}")
+            raise ValueError(f"unknown method {unknown[0]!r}: choose from {', '.join(METHODS)}")
         if self.batch < 1 or self.rounds < 1 or self.image < 1:
             raise ValueError("batch, rounds and image must be at least 1")
         if not (self.eager or self.best):
-            raise ValueError("nothing to measure: neither eager nor best")
+            raise ValueError("nothing to measure: set eager or best")
         if self.precision not in ("auto", *PRECISIONS):
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
 
     def settled(self) -> "Case":
         """This case with "auto" replaced by what the machine has, and with plain training among the methods."""
-        device = self.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = str(find_device(self.device))
         precision = self.precision
         if precision == "auto":
             precision = "tf32" if device == "cuda" else "float32"
         if precision == "tf32" and device != "cuda":
-            raise ValueError("tf32 needs a GPU: give --precision float32 or bf16")
+            raise ValueError("tf32 needs a GPU: use --precision float32 or bf16")
         methods = tuple(name for name in METHODS if name == "plain" or name in self.methods)
         threads = self.threads or torch.get_num_threads()
         return replace(self, device=device, precision=precision, methods=methods, threads=threads)
@@ -104,9 +103,9 @@ class Case:
                 z = copy.deepcopy(model)(x[:2])
         except Exception as error:
             shape = " x ".join(map(str, x.shape))
-            raise ValueError(f"the model does not take batches of images, {shape}: {reason(error)}") from error
+            raise ValueError(f"the model does not take batches of images, {shape}: {reason_of(error)}") from error
         if z.dim() != 2 or len(z) != len(x[:2]):
-            raise ValueError(f"the model must give a row of class scores for each image, got shape {tuple(z.shape)}")
+            raise ValueError(f"the model must return class scores of shape (N, classes), got {tuple(z.shape)}")
         y = torch.randint(z.shape[1], (self.batch,)).to(self.device)
         v = F.normalize(torch.randn(self.batch, z.shape[1]), dim=1).to(z)
         return [x, y, v]
@@ -185,7 +184,7 @@ def prepare(case: Case, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Form
             except FormError as error:
                 failures[method, form] = str(error)
             except Exception as error:  # whatever a model does not allow, the others still count
-                failures[method, form] = reason(error)
+                failures[method, form] = reason_of(error)
     return made, failures
 
 
@@ -246,7 +245,7 @@ def agreement(model: nn.Module, batch: Sequence[Tensor]) -> float | str:
     try:
         return difference(reference("exact", model, batch), reference("double", model, batch))
     except Exception as error:
-        return reason(error)
+        return reason_of(error)
 
 
 def difference(grads: Sequence[Tensor], reference: Sequence[Tensor]) -> float:

@@ -29,12 +29,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import NormalizationWarning, UncheckedWarning
+from ..errors import NormalizationWarning, UncheckedWarning, reason_of
+from ..train.device import find_device
+from ..train.files import write_json
 from .case import WARM_UP, Case, agreement, difference, machine, reference, settings
-from .forms import Form, eager, makers, reason
+from .execution import Form, eager, makers
 from .limits import layers, limits
-from .measure import ceilings, kernel_times, peak_bytes, summary, take_turns
-from .suite import last_words, slug
+from .suite import run_command, slug
+from .timing import ceilings, kernel_times, peak_bytes, summary, take_turns
 from .worker import from_json, to_json
 
 METHODS = ("plain", "paper", "exact")
@@ -72,12 +74,11 @@ def large(
     nets: Sequence[str], out: Path, checkpointing: bool, prepare: bool, minutes: float | None, device: str = "auto"
 ) -> list[Path]:
     """Measures the nets, by default all, into out/NAME.json each; returns the files."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = str(find_device(device))
     cases = CASES[device]
     unknown = [name for name in nets if name not in cases]
     if unknown:
-        raise ValueError(f"unknown net {unknown[0]!r}: give some of {', '.join(cases)}")
+        raise ValueError(f"unknown net {unknown[0]!r}: choose from {', '.join(cases)}")
     deadline = time.monotonic() + (math.inf if minutes is None else 60 * minutes)
     out.mkdir(parents=True, exist_ok=True)
     chosen = [replace(cases[name], device=device, checkpointing=checkpointing).settled() for name in nets or cases]
@@ -87,7 +88,7 @@ def large(
             left = deadline - time.monotonic()
             if left > 0:
                 command = [sys.executable, "-m", "threepass.bench.large", to_json(case), str(file), stage]
-                words = last_words(command, None if left == math.inf else left)
+                words = run_command(command, None if left == math.inf else left)
                 print(f"{file.stem}, {stage}: {words or 'done'}", flush=True)
     return [file for file in files if file.exists()]
 
@@ -133,7 +134,7 @@ def _measure(subject: Subject, method: str, report: Report, timed: bool, save: S
                     expected = _reference(method, model, batch)
                 _fill(row, partial(make, method, copy.deepcopy(model), batch), expected, timed, case)
             except Exception as error:  # whatever a net does not allow, the others still count
-                row["fails"] = reason(error)
+                row["fails"] = reason_of(error)
             save(report)
             torch.compiler.reset()
             _free()
@@ -232,8 +233,5 @@ def largest(fits: Callable[[int], bool], start: int) -> int:
 if __name__ == "__main__":
     described, file, stage = sys.argv[1:]
     path = Path(file)
-
-    def write(report: Report) -> None:
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-    run(from_json(described), json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}, stage, write)
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    run(from_json(described), known, stage, partial(write_json, path))

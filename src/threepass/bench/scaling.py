@@ -6,10 +6,12 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any
 
+from ..train.files import write_json
 from .case import Case
-from .suite import place, run_all
+from .suite import device_slug, run_all
 from .worker import to_json
 
 METHODS = ("plain", "paper", "exact")
@@ -36,9 +38,9 @@ def scaling(sweeps: Sequence[str], base: Case, out: Path) -> Path:
     sizes = SIZES[base.device]
     unknown = [name for name in sweeps if name not in sizes]
     if unknown:
-        raise ValueError(f"unknown sweep {unknown[0]!r}: give some of {', '.join(sizes)}")
+        raise ValueError(f"unknown sweep {unknown[0]!r}: choose from {', '.join(sizes)}")
     points = {f"{sweep}-{size}": _at(base, sweep, size) for sweep in sweeps for size in sizes[sweep]}
-    folder = out / f"{place(base.device)}-scaling"
+    folder = out / f"{device_slug(base.device)}-scaling"
     first_of: dict[str, str] = {}  # the sweeps meet in one net
     twins = {name: first_of.setdefault(to_json(case), name) for name, case in points.items()}
     run_all({name: points[name] for name in first_of.values()}, folder, together=True)
@@ -50,7 +52,7 @@ def scaling(sweeps: Sequence[str], base: Case, out: Path) -> Path:
     file = folder.with_suffix(".json")
     known = json.loads(file.read_text(encoding="utf-8"))["sweeps"] if file.exists() else {}
     report = {"case": first["case"], "machine": first.get("machine"), "sweeps": known | measured}
-    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_json(file, report)
     return file
 
 
@@ -89,6 +91,4 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float | None:
     if len(set(sizes)) < 2:
         return None
     x, y = [math.log(s) for s in sizes], [math.log(z) for z in values]
-    middle, level = sum(x) / len(x), sum(y) / len(y)
-    slope = sum((a - middle) * (b - level) for a, b in zip(x, y, strict=True))
-    return slope / sum((a - middle) ** 2 for a in x)
+    return linear_regression(x, y).slope

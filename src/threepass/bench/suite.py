@@ -61,7 +61,7 @@ def prepare_all(cases: Mapping[str, Case], processes: int | None = None) -> None
     def job(name: str, method: str, case: Case) -> str:
         began = time.monotonic()
         command = [sys.executable, "-m", "threepass.bench.worker", json.dumps({name: asdict(case)})]
-        words = last_words(command, PATIENCE) or "done"
+        words = run_command(command, PATIENCE) or "done"
         return f"{name}, {method}: {words}, {time.monotonic() - began:.0f} s"
 
     with ThreadPoolExecutor(processes or max(1, (os.cpu_count() or 1) - 2)) as pool:
@@ -97,10 +97,10 @@ def _in_a_process(cases: Mapping[str, Case], out: Path) -> str:
     """Runs the worker, and returns its last words."""
     described = json.dumps({name: asdict(case) for name, case in cases.items()})
     command = [sys.executable, "-m", "threepass.bench.worker", described, str(out)]
-    return last_words(command, PATIENCE * len(cases)) or "exit code 0"
+    return run_command(command, PATIENCE * len(cases)) or "exit code 0"
 
 
-def last_words(command: list[str], patience: float | None) -> str:
+def run_command(command: list[str], patience: float | None) -> str:
     """Runs a command for so many seconds at most; returns the last line of its errors, or how it ended if not well."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=patience)
@@ -115,10 +115,10 @@ def slug(case: Case) -> str:
     case = case.settled()
     listed = {key: value for key, value in case.options.items() if not isinstance(value, (list, tuple, dict))}
     options = "".join(f"-{key}{value}" for key, value in listed.items())
-    name = f"{place(case.device)}-{case.model.replace(':', '-')}{options}-{case.batch}-{case.precision}"
+    name = f"{device_slug(case.device)}-{case.model.replace(':', '-')}{options}-{case.batch}-{case.precision}"
     return name + "-checkpointing" * case.checkpointing
 
 
-def place(device: str) -> str:
+def device_slug(device: str) -> str:
     """h200, or cpu."""
     return torch.cuda.get_device_name().split()[-1].lower() if device == "cuda" else "cpu"

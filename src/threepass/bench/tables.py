@@ -295,7 +295,7 @@ def fill(page: Path, folder: Path) -> None:
     places = [mark for mark in MARKS if mark in words and END in words.split(mark, 1)[1]]
     if not places:
         marks = " or ".join(MARKS)
-        raise ValueError(f"{page} has no place for the tables: a line {marks}, and {END} below it")
+        raise ValueError(f"{page} has no markers for the tables: add a line {marks}, and {END} below it")
     for mark in places:
         head, rest = words.split(mark, 1)
         words = f"{head}{mark}\n{MARKS[mark](folder)}\n{END}{rest.split(END, 1)[1]}"

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..train.files import write_json
 from .case import Case, compile_only, run
 
 
@@ -29,7 +30,7 @@ def _of(values: dict[str, Any]) -> Case:
 
 
 def write(out: Path, name: str, report: dict[str, Any]) -> None:
-    (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_json(out / f"{name}.json", report)
 
 
 if __name__ == "__main__":

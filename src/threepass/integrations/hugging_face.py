@@ -57,7 +57,7 @@ class ThreePassTrainer(Trainer):
         if unknown:
             raise ValueError(f"the Trainer sets {', '.join(sorted(unknown))} itself: leave it out of three_pass")
         if loss_fn is not None and (self.compute_loss_func is not None or self.label_smoother is not None):
-            raise ValueError("give one of loss_fn, compute_loss_func and label_smoothing_factor")
+            raise ValueError("pass only one of loss_fn, compute_loss_func and label_smoothing_factor")
         self.model_accepts_loss_kwargs = False  # each loss is a mean over its micro-batch, and the Trainer divides
         self.loss_is_scaled_for_ga = self.compute_loss_func is not None  # then it does not, in any version
 

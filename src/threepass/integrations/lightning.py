@@ -35,8 +35,11 @@ from ..step import ThreePass
 class ThreePassCallback(lightning.Callback):
     """Three-pass training steps for a LightningModule with automatic optimization.
 
-    options: those of `ThreePass`, as alpha, strength, mode, input_at, batch_size, every and compile. With
-    accumulate_grad_batches, batch_size is the size of the whole batch. `callback.step` is the `ThreePass` of the fit.
+    `callback.step` is the `ThreePass` of the fit.
+
+    Args:
+        options: those of `ThreePass`: alpha, strength, mode, input_at, batch_size, every, compile, ... With
+            accumulate_grad_batches, batch_size is the size of the whole batch.
     """
 
     def __init__(self, **options: Any):

@@ -1,9 +1,9 @@
-"""Where the figures of a run go: anything with one method, and adapters for W&B and MLflow.
+"""Loggers for `fit(logger=...)`: an object with a method `log`, and adapters for W&B and MLflow.
 
     threepass.fit(model, data, logger=WandbLogger(wandb.init(project="digits")))
     threepass.fit(model, data, logger=MlflowLogger(mlflow.start_run()))
 
-The adapters use the run that you made and import neither package; its settings, its name and its end are yours.
+The adapters log to the run that you started; they set neither its name nor its config, and do not finish it.
 """
 
 import math
@@ -11,14 +11,17 @@ from typing import Any, Protocol
 
 
 class Logger(Protocol):
-    """Takes the figures of a run."""
+    """What `fit(logger=...)` takes: any object with this method."""
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """values: by name, as in TensorBoard ("train/loss", "epoch/E"), after so many steps of the run."""
+        """Called with the values of a step or an epoch, under TensorBoard's names ("train/loss", "epoch/E").
+
+        step: the number of training steps done in the run.
+        """
 
 
 class WandbLogger:
-    """Logs to a run of W&B, as `wandb.init` returns it."""
+    """Logs to a run of W&B, which `wandb.init` returns."""
 
     def __init__(self, run: Any):
         self.run = run
@@ -28,9 +31,11 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    """Logs to a run of MLflow, as `mlflow.start_run` returns it; values that are not finite are left out.
+    """Logs to a run of MLflow, which `mlflow.start_run` returns; values that are not finite are left out.
 
-    client: an `mlflow.MlflowClient`; default: one for the tracking URI that is set.
+    Args:
+        run: the run.
+        client: an `mlflow.MlflowClient`; default: one for the tracking URI that is set.
     """
 
     def __init__(self, run: Any, client: Any = None):

@@ -42,12 +42,12 @@ from ..train.config import Config
 from ..train.config_file import as_toml
 from ..train.data import Batches, DataSet, load
 from ..train.files import read_object, write_json
-from ..train.folder import fresh
+from ..train.folder import new_folder
 from ..train.loop import fit
 from ..train.metrics import GivenFunctions
 from ..train.optimizer import make_optimizer
 from ..train.trainer import Trainer
-from . import robust
+from . import attacks
 from .gather import COMPARED, gather, read
 from .report import report
 from .report_tables import common_settings, in_lines
@@ -122,8 +122,8 @@ def compare(
     command: str | None = None,
     about: str = "",
     loss_fn: LossFn | None = None,
-    sigmas: Sequence[float] = robust.SIGMAS,
-    radii: Sequence[float] = robust.RADII,
+    sigmas: Sequence[float] = attacks.SIGMAS,
+    radii: Sequence[float] = attacks.RADII,
     say: Callable[[str], None] = print,
 ) -> Path:
     """Trains every variant from every seed, measures what came of it, writes the report, and returns the folder.
@@ -143,7 +143,7 @@ def compare(
     """
     plan = Comparison(data, make_model, config, variants, seeds, loss_fn, sigmas, radii)
     _check(plan)
-    out = Path(out) if resume else fresh(Path(out))
+    out = Path(out) if resume else new_folder(Path(out))
     _begin(out, plan.described() | {"about": about, "command": command}, resume)
     _note(f"# common settings, saved in {out / 'compare.json'}\n{plan.in_words()}")
     _train_missing(plan, out, say)
@@ -311,7 +311,7 @@ def _train(plan: Comparison, variant: Variant, seed: int, folder: Path) -> dict[
         save_file(
             {k: z.detach().cpu().contiguous() for k, z in model.state_dict().items()}, folder / "weights.safetensors"
         )
-        write_json(folder / "robustness.json", robust.robustness(model, data, plan.sigmas, plan.radii))
+        write_json(folder / "robustness.json", attacks.robustness(model, data, plan.sigmas, plan.radii))
         variances = {
             "start": _variances(plan.fresh_model(seed), data, own, loss_fn),
             "end": _variances(model, data, own, loss_fn),
@@ -347,15 +347,15 @@ def _write_examples(plan: Comparison, out: Path) -> None:
 
     The images are those with the largest geometric mean of |dl/dp| over the variants, a choice that favours none.
     """
-    p = robust.pixels(plan.data)
+    p = attacks.pixels(plan.data)
     gradients, tensors = {}, {}
     for v in plan.variants:
         weights = out / v.folder / "seed-0" / "weights.safetensors"
         if weights.exists():
             model = plan.fresh_model(0)
             model.load_state_dict(load_file(weights))
-            model = robust.in_float64(model, p.x.device)
-            gradients[v.name] = robust.input_gradient(model, p, p.x)
+            model = attacks.in_float64(model, p.x.device)
+            gradients[v.name] = attacks.input_gradient(model, p, p.x)
             tensors[f"norm/{v.name}"] = gradients[v.name].flatten(1).norm(dim=1)
             tensors[f"said/{v.name}"] = model(p.normalised(p.x)).argmax(1)
     if not gradients:
@@ -417,7 +417,7 @@ def _check(plan: Comparison) -> None:
     if plan.seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {plan.seeds!r}")
     if not plan.variants:
-        raise ValueError("nothing to compare: give at least one variant")
+        raise ValueError("nothing to compare: pass at least one variant")
     folders = [v.folder for v in plan.variants]
     twice = sorted({v.name for v in plan.variants if folders.count(v.folder) > 1 or not v.folder})
     if twice:

@@ -39,7 +39,7 @@ def _read_examples(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except SafetensorError as error:
-        raise ValueError(f"{file} is damaged ({error}): delete it, and the page does without its images") from error
+        raise ValueError(f"{file} is damaged ({error}): delete it to build the page without images") from error
 
 
 def _tiles(tensors: dict[str, Tensor], names: Sequence[str], classes: Sequence[str]) -> Table:

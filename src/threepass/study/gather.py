@@ -126,7 +126,7 @@ class Study:
 def gather(folders: Sequence[Path]) -> Study:
     """Reads the folders. With several comparisons, each one's name goes before its variants' names."""
     if not folders:
-        raise ValueError("nothing to report on: give the folder of at least one run")
+        raise ValueError("nothing to report on: pass the folder of at least one run")
     study, single = Study(), list[Run]()
     places = {folder.resolve(): folder for folder in folders}
     several = sum((place / "compare.json").exists() for place in places) > 1

@@ -14,13 +14,21 @@ from typing import NamedTuple
 from ..page.figure import number
 from ..page.images import HEAT
 from ..page.writer import write_page
-from ..train.folder import fresh
+from ..train.folder import new_folder
 from . import report_figures as figures
 from . import report_tables as tables
 from .gallery import galleries
 from .gather import Group, Measure, Run, Study, gather
 from .intervals import Difference
-from .measures import ATTACKS, examples_in_words, final_error, log_input_loss, middle, parts_in_words, steps_in_words
+from .report_columns import (
+    ATTACKS,
+    examples_in_words,
+    final_error,
+    log_input_loss,
+    middle,
+    parts_in_words,
+    steps_in_words,
+)
 
 
 def report(runs: Sequence[Path], out: Path | None = None) -> Path:
@@ -29,7 +37,7 @@ def report(runs: Sequence[Path], out: Path | None = None) -> Path:
     Without `out` a new folder is made: runs/report, or the first free one of runs/report-2, runs/report-3, ...
     """
     study = gather([Path(run) for run in runs])
-    out = fresh(Path("runs/report")) if out is None else out
+    out = new_folder(Path("runs/report")) if out is None else out
     page = Path(out) if Path(out).suffix == ".html" else Path(out) / "report.html"
     dynamics, single = list(figures.dynamics(study)), None
     if dynamics and not figures.has_curves(study):

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..page.figure import Figure, Line, Panel, number, over_runs
 from .gather import Group, Measure, Run, Study
-from .measures import ATTACKS, final_error, middle, unit_in_words
+from .report_columns import ATTACKS, final_error, middle, unit_in_words
 
 CURVES = {
     "loss": ("Loss", "Cross-entropy, or the loss that was given."),

@@ -12,7 +12,7 @@ from ..page.writer import Cell, Table
 from ..train.config import NOT_WITH_STRENGTH
 from .gather import Group, Measure, Study, differing
 from .intervals import Difference
-from .measures import columns, log_input_loss
+from .report_columns import columns, log_input_loss
 
 
 def totals(study: Study) -> Table:

@@ -25,7 +25,7 @@ class MovingAverage:
             self.weights[name].lerp_(p, 1 - decay)
 
     @torch.no_grad()
-    def put(self) -> dict[str, Tensor]:
+    def swap_in(self) -> dict[str, Tensor]:
         """Puts the average into the model; returns the weights that were there."""
         named = dict(self.model.named_parameters())
         before = {name: p.detach().clone() for name, p in named.items()}
@@ -36,7 +36,7 @@ class MovingAverage:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """The model has the averaged weights here, in the same memory."""
-        before = self.put()
+        before = self.swap_in()
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""The training steps of a run, recorded: one replay is one step, from the pixels to the updated weights.
+"""The training steps of a run, captured: one replay is one step, from the pixels to the updated weights.
 
 The data set lies on the device. An epoch's order, crops and flips, and the learning rate, the weights of both terms and
 the seed of random numbers at each of its steps, are copied there once; a counter on the device says which step comes
@@ -21,14 +21,14 @@ from ..errors import CaptureError
 from ..numerics.precision import weights_dtype
 from ..tape.state import unchanged_on_error
 from .data import Batches
+from .graph_capture import CapturedFunction, Function, GraphCapture
 from .optimizer import clip_gradients, is_graphable, lr_in, state_tensors
-from .recorder import Function, Recorder, Recording
-from .steps import LOSSES, Steps, in_precision, losses_in
+from .steps import LOSSES, EagerSteps, in_precision, losses_in
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a recorded step is made for besides the batch size: which of the two terms it computes."""
+    """What a captured step is made for besides the batch size: which of the two terms it computes."""
 
     back: bool
     third: bool
@@ -39,8 +39,8 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class RecordedStep(Recording):
-    """A recording, the parameters that it gives gradients for, and with update="epoch" the sums that it adds to."""
+class CapturedStep(CapturedFunction):
+    """A captured step, the parameters that it gives gradients for, and with update="epoch" the sums that it adds to."""
 
     trained: list[nn.Parameter]
     sums: list[Tensor]
@@ -53,14 +53,14 @@ class RecordedStep(Recording):
                 p.grad = total
 
 
-class CapturedSteps(Steps):
-    """`Steps` by replays, and eagerly where a step cannot be recorded."""
+class CapturedSteps(EagerSteps):
+    """Replays captured steps, and eagerly where a step cannot be captured."""
 
     batches: Batches
 
-    def __init__(self, *args: Any, recorder: Recorder):
+    def __init__(self, *args: Any, graphs: GraphCapture):
         super().__init__(*args)
-        self.recorder = recorder
+        self.graphs = graphs
         self.graphable = is_graphable(self.optimizer)
         self.drawn = torch.empty((4, self.batches.samples), dtype=torch.int64, device=self.device)
         # Fused optimizers on a GPU read a float32 learning rate.
@@ -83,9 +83,9 @@ class CapturedSteps(Steps):
 
     def __call__(self, position: int) -> None:
         kind, rows = self._kind(position), self._rows(position)
-        step: Any = self.recorder.find(kind, rows, lambda: self._record(kind, rows, position))
+        step: Any = self.graphs.find(kind, rows, lambda: self._capture(kind, rows, position))
         if step is None:
-            self.recorder.programs.eagerly(lambda: super(CapturedSteps, self).__call__(position), self.device)
+            self.graphs.programs.eagerly(lambda: super(CapturedSteps, self).__call__(position), self.device)
             self.place += 1
             return
         if self.config.update == "epoch":
@@ -117,18 +117,18 @@ class CapturedSteps(Steps):
         size = self.batches.batch_size
         return min(size, len(self.batches.split) - position % len(self.batches) * size)
 
-    def _record(self, kind: Kind, rows: int, position: int) -> RecordedStep:
+    def _capture(self, kind: Kind, rows: int, position: int) -> CapturedStep:
         if kind.hooks:
-            raise CaptureError("a parameter has a hook on its gradient, which a recorded step would not call")
+            raise CaptureError("a parameter has a hook on its gradient, which a captured step would not call")
         # The last, smaller batch comes once an epoch: compiling it would take longer than it saves.
         often = rows == min(self.batches.batch_size, len(self.batches.split))
         trained: list[nn.Parameter] = []
         program, weights = partial(self._passes, kind, rows, position, trained), self.table if kind.third else None
         function = Function(program, partial(self._then, trained), self._restored, weights, LOSSES)
-        made = self.recorder.record(function, self.place, often)
+        made = self.graphs.capture(function, self.place, often)
         by_epoch = self.config.update == "epoch"
         sums = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained] if by_epoch else []
-        return RecordedStep(made.replay, made.check_seconds, made.graph_bytes, trained, sums)
+        return CapturedStep(made.replay, made.check_seconds, made.graph_bytes, trained, sums)
 
     def _passes(self, kind: Kind, rows: int, position: int, trained: list[nn.Parameter], place: Tensor) -> list[Tensor]:
         """The losses and the gradients of the batch at a place in the epoch; moves the place on, adds to the sums."""
@@ -138,7 +138,7 @@ class CapturedSteps(Steps):
         back, third, lr, seed = self.table.index_select(0, place)[0].unbind()
         named = dict(self.model.named_parameters())
         dtype = weights_dtype(named.values())
-        signature = self.recorder.programs.signature
+        signature = self.graphs.programs.signature
         with in_precision(self.config, self.device), capturable(self.model, signature):
             options = self.schedule.options(position)
             weights, seed = (back.to(dtype), third.to(dtype)), seed.to(torch.int32)

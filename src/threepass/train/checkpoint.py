@@ -78,7 +78,7 @@ def write(path: Path, packed: Packed) -> None:
                 os.fsync(written.fileno())
     except (OSError, SafetensorError) as error:
         shutil.rmtree(beside, ignore_errors=True)
-        previous = "the one before is kept" if exists(path) else "there is none before it"
+        previous = "the previous checkpoint is kept" if exists(path) else "there is no previous checkpoint"
         raise OSError(f"could not write the checkpoint {path} ({error}); {previous}") from error
     old = path.with_name(path.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
@@ -107,7 +107,7 @@ def unpack(packed: Packed, model: nn.Module, optimizer: Optimizer) -> tuple[dict
     try:
         model.load_state_dict({k.removeprefix("model/"): z for k, z in tensors.items() if k.startswith("model/")})
     except RuntimeError as error:
-        raise ValueError(f"the checkpoint is of another model: {' '.join(str(error).split())}") from error
+        raise ValueError(f"the checkpoint does not match the model: {' '.join(str(error).split())}") from error
     entries_of: dict[int, dict[str, Any]] = {}
     for key, z in tensors.items():
         if key.startswith("optimizer/"):
@@ -131,7 +131,9 @@ def read_state(folder: Path) -> dict[str, Any]:
     file = folder / "state.json"
     state = read_object(file, {"format": (int,)})
     if state["format"] != FORMAT:
-        raise ValueError(f"{folder}: written by another version (format {state['format']}, this reads {FORMAT})")
+        raise ValueError(
+            f"{folder}: written by another version (format {state['format']}, but this version reads {FORMAT})"
+        )
     state = read_object(file, KEYS)
     for place in state["position"]:
         check_kind(file, "position", place, (int,))

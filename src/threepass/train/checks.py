@@ -13,8 +13,8 @@ from ..core.options import check_loss
 from ..errors import reason_of, warn_caller
 from ..tape.inputs import call_model
 from ..tape.state import unchanged_on_error
+from .batch_source import BatchSource
 from .config import Config
-from .feed import Feed
 from .metrics import (
     IGNORED,
     GivenFunctions,
@@ -31,31 +31,31 @@ TYPICAL = 0.1, 3.0  # root mean square of regression targets; 1 where they are s
 WRONG = (RuntimeError, ValueError, IndexError, TypeError)  # what modules raise for inputs that they do not take
 
 
-def choose_objective(model: nn.Module, feed: Feed, config: Config, given: GivenFunctions) -> Objective:
+def choose_objective(model: nn.Module, source: BatchSource, config: Config, given: GivenFunctions) -> Objective:
     """The functions given, or the defaults for the targets; tried on a batch."""
     loss_fn, metric, penalty = given
-    output, y = _first_output(model, feed, config), feed.first[1]
+    output, y = _first_output(model, source, config), source.first[1]
     is_default = loss_fn is None
     if loss_fn is None:
-        _check_outputs(output, feed)
+        _check_outputs(output, source)
         smoothed = partial(cross_entropy, label_smoothing=config.label_smoothing)
-        loss_fn = mean_squared_error if feed.is_regression else smoothed
+        loss_fn = mean_squared_error if source.is_regression else smoothed
     if config.label_smoothing and not (is_default and loss_fn is not mean_squared_error):
         raise ValueError(
             "label_smoothing applies only to the default cross-entropy, and this run uses another loss: leave it out"
         )
-    if feed.is_regression and is_squared_error(given.loss_fn):
-        _warn_of_scale(feed.targets)
+    if source.is_regression and is_squared_error(given.loss_fn):
+        _warn_of_scale(source.targets)
     metric = default_metric(output, y) if metric is None else metric
     with torch.no_grad(), unchanged_on_error(model, always=True):
         loss = loss_fn(output, y)
         check_loss(loss)
         if metric is not None and torch.as_tensor(metric(output, y)).numel() != 1:
             raise ValueError(f"metric {name_of(metric)!r} must return one number, a mean over the batch")
-    warn_of_sum(model, loss_fn, feed.first[0], y, output, loss)
+    warn_of_sum(model, loss_fn, source.first[0], y, output, loss)
     _check_monitor(config, metric)
     if config.input_at is None:
-        warn_of_masks(model, feed.first[0])
+        warn_of_masks(model, source.first[0])
     return Objective(loss_fn, metric, config.penalty if penalty is None else penalty)
 
 
@@ -78,12 +78,12 @@ def _check_monitor(config: Config, metric: Metric | None) -> None:
         raise ValueError(f"monitor must be one of {', '.join(known)}, got {config.monitor!r}")
 
 
-def _first_output(model: nn.Module, feed: Feed, config: Config) -> Any:
+def _first_output(model: nn.Module, source: BatchSource, config: Config) -> Any:
     """The model's output for a batch, in eval mode, which changes nothing; what does not fit is an error in words."""
     if config.input_at is not None and config.input_at not in dict(model.named_modules()):
         names = ", ".join([name for name, _ in model.named_modules() if name][:20])
         raise ValueError(f"input_at={config.input_at!r} names no module of the model; it has: {names}")
-    x, home = feed.first[0], next(model.parameters()).device
+    x, home = source.first[0], next(model.parameters()).device
     away = [z.device for z in tree_leaves(x) if isinstance(z, Tensor) and z.device != home]
     if away:
         raise ValueError(f"the model is on {home} and the data on {away[0]}: move one of them")
@@ -94,32 +94,32 @@ def _first_output(model: nn.Module, feed: Feed, config: Config) -> Any:
             return call_model(model, x)
     except WRONG as error:
         shapes = ", ".join(str(tuple(z.shape)) for z in tree_leaves(x) if isinstance(z, Tensor))
-        text = f"the model does not take the examples of {feed.name}, batches of shape {shapes}: {reason_of(error)}"
+        text = f"the model fails on a batch of {source.name} (shape {shapes}): {reason_of(error)}"
         raise ValueError(text) from error
     finally:
         model.train(before)
 
 
-def _check_outputs(output: Any, feed: Feed) -> None:
+def _check_outputs(output: Any, source: BatchSource) -> None:
     """That the default losses can compare the output with the targets."""
-    y = feed.first[1]
+    y = source.first[1]
     if not isinstance(output, Tensor) or not isinstance(y, Tensor):
         kinds = f"{type(output).__name__} and {type(y).__name__}"
-        raise ValueError(f"the default losses compare tensors, got {kinds}: give a loss_fn of your own")
+        raise ValueError(f"the default losses compare tensors, got {kinds}: pass a loss_fn of your own")
     if y.is_floating_point():
         if output.numel() != y.numel():
             raise ValueError(
-                f"the model gives {tuple(output.shape)} for targets {tuple(y.shape)}: regression needs one output for "
-                "each target, and classes need integer labels"
+                f"the model's output has shape {tuple(output.shape)} and the targets {tuple(y.shape)}: regression "
+                "needs one output per target, classification integer labels"
             )
         return
     if output.dim() < 2 or y.shape not in (output.shape[:-1], output.shape[:1] + output.shape[2:]):
         raise ValueError(
-            f"cross-entropy needs outputs samples x classes, or samples x tokens x classes; got {tuple(output.shape)} "
-            f"for labels {tuple(y.shape)}: give a loss_fn of your own"
+            f"cross-entropy needs outputs of shape (N, C) or (N, T, C); got {tuple(output.shape)} for labels of shape "
+            f"{tuple(y.shape)}: pass a loss_fn of your own"
         )
     outputs = output.shape[-1] if y.shape == output.shape[:-1] else output.shape[1]
     labels = y[y != IGNORED]
-    classes = feed.classes or (int(labels.max()) + 1 if labels.numel() else 0)
+    classes = source.classes or (int(labels.max()) + 1 if labels.numel() else 0)
     if outputs < classes:
-        raise ValueError(f"the model has {outputs} outputs, and {feed.name} has {classes} classes")
+        raise ValueError(f"the model has only {outputs} outputs, but {source.name} has {classes} classes")

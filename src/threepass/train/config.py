@@ -155,7 +155,7 @@ class Config:
         if self.sam and (self.alpha != 1 or self.strength is not None):
             raise ValueError("sam replaces the third pass: set alpha to 1, and leave strength out")
         if self.eta_over_alpha and (self.alpha == 0 or self.strength is not None):
-            raise ValueError("eta_over_alpha divides by alpha: give an alpha above 0, and no strength")
+            raise ValueError("eta_over_alpha=True needs alpha > 0 and no strength: it divides lr by alpha")
         self._check_schedule()
         if self.optimizer != "sgd" and self.momentum != Config.momentum:
             raise ValueError(f"momentum is used by sgd alone, but optimizer is {self.optimizer!r}: leave momentum out")
@@ -173,7 +173,7 @@ class Config:
         if self.schedule != "step":
             for name in ("milestones", "gamma"):
                 if getattr(self, name) != getattr(Config, name):
-                    text = f'{name} needs schedule="step" (--schedule step), and schedule is {self.schedule!r}'
+                    text = f'{name} needs schedule="step" (--schedule step), but schedule is {self.schedule!r}'
                     raise ValueError(text)
             return
         if not all(m > 0 for m in self.milestones) or len({m < 1 for m in self.milestones}) > 1:
@@ -229,7 +229,7 @@ class Config:
 
 
 def _is_a(value: Any, expected: Any) -> bool:
-    """Whether a value is of an annotation's type; whole numbers count as floats, and truth values not as numbers."""
+    """Whether a value is of an annotation's type; integers count as floats, booleans not as numbers."""
     origin = typing.get_origin(expected)
     if origin in (types.UnionType, typing.Union):
         return any(_is_a(value, one) for one in typing.get_args(expected))
@@ -250,5 +250,5 @@ def _words(expected: Any) -> list[str]:
         return [repr(value) for value in typing.get_args(expected)]
     if typing.get_origin(expected) is tuple:
         return ["a list of numbers"]
-    names = {int: "a whole number", float: "a number", str: "text", bool: "True or False", types.NoneType: "None"}
+    names = {int: "an integer", float: "a number", str: "text", bool: "True or False", types.NoneType: "None"}
     return [names[expected]]

@@ -31,7 +31,7 @@ def _parse_yaml(file: Path, text: str) -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise ValueError(f"{file}: YAML needs PyYAML (pip install pyyaml); TOML needs nothing") from error
+        raise ValueError(f"{file}: reading YAML needs PyYAML (pip install pyyaml); or use a TOML file") from error
     try:
         return yaml.safe_load(text) or {}
     except yaml.YAMLError as error:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from . import checkpoint
+from .files import locked_file, replacing
 
 LOCK = ".lock"
 GROUPS = {
@@ -51,12 +52,12 @@ class RunFolder:
         self._submit(_write_weights, self.path / "best.safetensors", copied, {k: str(v) for k, v in metrics.items()})
 
     def write_metrics(self, history: Sequence[dict[str, Any]]) -> None:
-        beside = self.path / "metrics.jsonl.new"
+        file = self.path / "metrics.jsonl"
         try:
-            beside.write_text("".join(json.dumps(metrics) + "\n" for metrics in history))
+            with replacing(file) as beside:
+                beside.write_text("".join(json.dumps(metrics) + "\n" for metrics in history))
         except OSError as error:
-            raise OSError(f"could not write {self.path / 'metrics.jsonl'} ({error})") from error
-        beside.replace(self.path / "metrics.jsonl")
+            raise OSError(f"could not write {file} ({error})") from error
 
     def write_events(self, scalars: Sequence[tuple[str, float, int]], first: int) -> None:
         """Scalars (name, value, step) for TensorBoard, where it is installed; older ones from step `first` on go."""
@@ -92,13 +93,11 @@ class RunFolder:
 
 
 def _write_weights(file: Path, weights: dict[str, Tensor], about: dict[str, str]) -> None:
-    beside = file.with_name(file.name + ".new")
     try:
-        save_file(weights, beside, about)
+        with replacing(file) as beside:
+            save_file(weights, beside, about)
     except (OSError, SafetensorError) as error:
-        beside.unlink(missing_ok=True)
         raise OSError(f"could not write {file} ({error})") from error
-    beside.replace(file)
 
 
 def event_names(metrics: dict[str, Any]) -> dict[str, float]:
@@ -121,7 +120,7 @@ def created(path: Path, numbered: bool = False) -> Iterator[RunFolder]:
     numbered: where there is something already, the first of NAME-2, NAME-3, ... that is free.
     """
     made = numbered or not path.exists()
-    path = fresh(path) if numbered else path
+    path = new_folder(path) if numbered else path
     path.mkdir(parents=True, exist_ok=True)
     with locked(path):
         if holds_run(path):
@@ -156,7 +155,7 @@ def holds_run(path: Path) -> bool:
     return (path / "metrics.jsonl").exists() or checkpoint.exists(path / "checkpoint")
 
 
-def fresh(path: Path) -> Path:
+def new_folder(path: Path) -> Path:
     """Makes the folder, or the first of NAME-2, NAME-3, ... that is not there: no run overwrites another."""
     number, wanted = 2, path
     wanted.parent.mkdir(parents=True, exist_ok=True)
@@ -171,17 +170,10 @@ def fresh(path: Path) -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds the folder for this process, or says which one has it. Without fcntl (Windows) there are no locks."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    with open(path / LOCK, "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BlockingIOError(f"{path} is in use by {_owner(file)}: wait for it, or stop it first") from None
+    """Holds the folder for this process, or says which one has it."""
+    with locked_file(path / LOCK) as (file, held):
+        if not held:
+            raise BlockingIOError(f"{path} is in use by {_owner(file)}: wait for it, or stop it first")
         file.truncate(0)
         json.dump({"pid": os.getpid(), "host": platform.node()}, file)
         file.flush()

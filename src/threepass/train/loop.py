@@ -25,8 +25,8 @@ from torch import nn
 from ..core.penalty import Penalty
 from ..integrations.loggers import Logger
 from . import checkpoint
+from .batch_source import Data
 from .config import Config
-from .feed import Data
 from .folder import created, resumed
 from .metrics import GivenFunctions, LossFn, Metric, best_of
 from .recipes import alpha_in_words, lr_in_words
@@ -90,7 +90,7 @@ def fit(
         settings: settings as keywords, `fit(model, data, epochs=5, alpha=0.8)`; they replace those of the config.
     """
     if resume and folder is None:
-        raise ValueError("resume needs the folder of the run")
+        raise ValueError("resume=True needs folder=, the folder of the run")
     if isinstance(penalty, str):
         settings, penalty = settings | {"penalty": penalty}, None
     if resume and config is None:

@@ -40,18 +40,18 @@ class LossWatch:
 
 
 def bad_values(batches: Iterable[tuple[Any, Any]]) -> str | None:
-    """Which part of the first batch that has NaN or infinity holds it, in words; None: there is none.
+    """Which part of the first batch with NaN or infinity contains it, in words; None: there is none.
 
     >>> import torch
     >>> bad_values([(torch.tensor([[1.0], [math.nan]]), torch.tensor([0, 1]))])
-    'x holds NaN or infinity in 1 of the 2 samples of the batch'
+    'x contains NaN or infinity in 1 of the 2 samples of the batch'
     """
     for x, y in batches:
         for name, z in [*_named("x", x), *_named("y", y)]:
             bad = ~z.isfinite() if name in ("x", "y") else z.isnan() | z.isposinf()  # masks may hold -infinity
             if bool(bad.any()):
                 count = int(bad.flatten(1).any(1).sum()) if z.dim() > 1 else int(bad.sum())
-                return f"{name} holds NaN or infinity in {count} of the {z.shape[:1].numel()} samples of the batch"
+                return f"{name} contains NaN or infinity in {count} of the {z.shape[:1].numel()} samples of the batch"
     return None
 
 

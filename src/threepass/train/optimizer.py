@@ -30,7 +30,10 @@ def make_optimizer(model: nn.Module, config: Config) -> Optimizer:
     elif config.weight_decay:
         raise ValueError(f"optimizer {config.optimizer!r} has no weight decay: leave weight_decay at 0")
     if made is torch.optim.LBFGS:
-        raise ValueError("LBFGS evaluates the loss several times a step, and a three-pass step is evaluated once")
+        raise ValueError(
+            "fit does not support LBFGS, which evaluates the loss several times per step: call a ThreePass in a "
+            "closure (docs/loops.md)"
+        )
     if config.compile and made in (torch.optim.Adam, torch.optim.AdamW):
         options |= {"fused": True, "capturable": True}
     return made(parameters, **options)

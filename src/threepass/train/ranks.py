@@ -157,7 +157,7 @@ def _exchanging() -> Iterator[None]:
         reason = str(error).strip().splitlines()[0]
         raise ConnectionError(
             f"another rank of this job has ended or cannot be reached ({reason}); the run stops here, and "
-            "`threepass train --resume` with its folder goes on from its last checkpoint, with any number of ranks"
+            "`threepass train --resume` with its folder resumes from the last checkpoint, with any number of ranks"
         ) from error
 
 

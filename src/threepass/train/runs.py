@@ -1,7 +1,6 @@
 """A run on disk: the folder `runs/NAME` with run.json (what to train on what), metrics and a checkpoint."""
 
 import dataclasses
-import json
 import math
 import platform
 from collections.abc import Mapping
@@ -20,7 +19,8 @@ from .checks import WRONG
 from .config import Config
 from .config_file import as_toml
 from .data import DataSet, Inputs, load
-from .files import Kinds, read_object
+from .device import find_device
+from .files import Kinds, read_object, write_json
 from .ranks import ALONE, Ranks
 from .trainer import Trainer
 
@@ -28,7 +28,6 @@ KEYS: dict[str, Kinds] = {
     "data": (str,), "model": (str,), "model_options": (dict,), "init": (str, type(None)),
     "data_dir": (str, type(None)), "device": (str,), "config": (dict,),
 }  # fmt: skip
-DEVICES = "cpu, cuda, cuda:N or auto"
 EMPTY: Mapping[str, Any] = {}
 WHERE = ("data_dir", "device")  # a run may go on elsewhere
 
@@ -77,9 +76,7 @@ class Run:
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
-        beside = folder / "run.json.new"
-        beside.write_text(json.dumps(about, indent=1))
-        beside.replace(folder / "run.json")
+        write_json(folder / "run.json", about)
 
     def in_words(self) -> str:
         """All settings, as a file for `--config`."""
@@ -117,27 +114,6 @@ def norms_of(model: nn.Module, data: DataSet) -> tuple[str, ...]:
         return curved_operations(model, lambda output, y: tree_leaves(output)[0].sum(), x, y, None)[0]
     except WRONG:
         return ()
-
-
-def find_device(name: str) -> torch.device:
-    """The device of this name; auto: cuda if there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device must be {DEVICES}, got {name!r}") from error
-    if device.type not in ("cpu", "cuda", "mps"):
-        raise ValueError(f"device must be {DEVICES}, got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        devices = f"there are {count} CUDA devices" if count else "PyTorch finds no CUDA device"
-        raise ValueError(f"device {name}: {devices}; --device cpu or --device auto trains without one")
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError(
-            f"device {name}: PyTorch finds no MPS device; --device cpu or --device auto trains without one"
-        )
-    return device
 
 
 def build(name: str, data: DataSet | Inputs, **options: Any) -> nn.Module:

@@ -21,18 +21,18 @@ from .sam import sam
 from .schedule import Schedule
 
 SUMS = ("loss", "metric", "input_loss", "samples")
-LOSSES = Outputs(("the loss", "the input loss"), penalties=(1,))  # the first results of a recorded step
+LOSSES = Outputs(("the loss", "the input loss"), penalties=(1,))  # the first results of a captured step
 
 
 def losses_in(sums: Tensor) -> list[Tensor]:
-    """LOSSES: the loss and the input loss of SUMS, so that the check of a recorded step compares each by itself.
+    """LOSSES: the loss and the input loss of SUMS, so that the check of a captured step compares each by itself.
 
     In the vector of sums, a wrong input loss could pass that is small beside the loss and the number of samples.
     """
     return [sums[SUMS.index(name)] for name in ("loss", "input_loss")]
 
 
-class Steps:
+class EagerSteps:
     """One call is one step; `sums` are float64 and in the order of SUMS, `loss` is the newest step's.
 
     `curve` has the loss and the input loss of every step of the epoch, batches x 2.
@@ -104,8 +104,8 @@ class Steps:
         self.optimizer.step()
 
 
-class CompiledGradientSteps(Steps):
-    """Steps whose gradients are captured and compiled as `ThreePass(compile=True)` does it.
+class CompiledGradientSteps(EagerSteps):
+    """EagerSteps whose gradients are captured and compiled as `ThreePass(compile=True)` does it.
 
     For batches of a loader, and for several ranks.
     """

@@ -74,7 +74,7 @@ def load_run(
     if model is None:
         if not (folder / "run.json").exists():
             raise ValueError(
-                f"{folder} has no run.json, so that its model is not known: give it one of the same architecture, "
+                f"{folder} has no run.json, so the model cannot be rebuilt: pass one of the same architecture, "
                 "load_run(folder, model)"
             )
         run = Run.read(folder)
@@ -83,7 +83,7 @@ def load_run(
     try:
         model.load_state_dict(tensors)
     except RuntimeError as error:
-        raise ValueError(f"{file} has the weights of another model: {' '.join(str(error).split())}") from error
+        raise ValueError(f"the checkpoint does not match the model: {file}: {' '.join(str(error).split())}") from error
     return TrainedRun(model.to(device).eval(), inputs, file)
 
 

@@ -16,23 +16,23 @@ from ..errors import DivergedError, warn_caller
 from ..integrations.loggers import Logger
 from . import checkpoint
 from .average import MovingAverage
+from .batch_source import Data, batch_source
 from .captured import CapturedSteps
 from .checks import choose_objective
 from .config import RESUME_MAY_CHANGE, Config
 from .data import DataSet, Inputs, LoaderBatches
-from .feed import Data, feed
 from .folder import RunFolder, event_names
+from .graph_capture import GraphCapture
 from .interrupts import Interrupts, interrupts_between_steps
 from .loss_watch import LossWatch, bad_values
 from .metrics import DEFAULTS, GivenFunctions, best_of, is_squared_error, name_of
-from .numerics import numerics
 from .optimizer import make_optimizer
+from .precision import backend_flags
 from .probes import compare_passes, measure_alignment
 from .progress import Progress
 from .ranks import ALONE, Ranks
 from .recipes import with_default_lr
-from .recorder import Recorder
-from .steps import SUMS, CompiledGradientSteps, Steps
+from .steps import SUMS, CompiledGradientSteps, EagerSteps
 from .validation import CapturedValidation, Validation
 
 VERSION = 1
@@ -58,9 +58,9 @@ class Trainer:
         if config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.device = next(model.parameters()).device
-        self.feed = feed(data, config, self.device, ranks)
-        self.config = config = with_default_lr(config, self.feed.is_regression and is_squared_error(given.loss_fn))
-        self.objective = choose_objective(model, self.feed, config, given)
+        self.source = batch_source(data, config, self.device, ranks)
+        self.config = config = with_default_lr(config, self.source.is_regression and is_squared_error(given.loss_fn))
+        self.objective = choose_objective(model, self.source, config, given)
         self.optimizer = make_optimizer(model, config)
         self.average = MovingAverage(model, config.ema) if config.ema else None
         self._make_steps()
@@ -74,32 +74,32 @@ class Trainer:
         self._logged = 0  # batches of the epoch whose figures are logged
 
     def _make_steps(self) -> None:
-        """Steps and validation: eager; recorded, for data in memory; or compiled batch by batch.
+        """Steps and validation: eager; captured, for data in memory; or compiled batch by batch.
 
         Loaders, and several ranks, which exchange gradients before an update, are compiled batch by batch.
         """
-        self.batches = self.feed.train
+        self.batches = self.source.train
         self.programs: Programs[Any] | None = None
         parts = (self.model, self.config, self.objective, self.batches, self.optimizer)
-        measured = (self.model, self.config, self.objective, self.feed.val)
+        measured = (self.model, self.config, self.objective, self.source.val)
         self.evaluate = Validation(*measured, self.ranks)
         if not self.config.compile:
-            self.steps = Steps(*parts, self.ranks)
+            self.steps = EagerSteps(*parts, self.ranks)
         elif isinstance(self.batches, LoaderBatches) or self.ranks.size > 1:
             self.steps = CompiledGradientSteps(*parts, self.ranks)
             self.programs = self.steps.compiled.programs
         else:
-            recorder = Recorder(self.device, self.model, self.objective.loss_fn, self.config.compile)
-            self.programs = recorder.programs
+            graphs = GraphCapture(self.device, self.model, self.objective.loss_fn, self.config.compile)
+            self.programs = graphs.programs
             self.programs.signature.watch({"penalty": self.objective.penalty})
-            self.steps = CapturedSteps(*parts, recorder=recorder)
-            self.evaluate = CapturedValidation(*measured, recorder=recorder)
+            self.steps = CapturedSteps(*parts, graphs=graphs)
+            self.evaluate = CapturedValidation(*measured, graphs=graphs)
 
     def begin(self, folder: RunFolder) -> None:
         """Goes on from the folder's checkpoint; a new run gets its first one, and can be resumed from the start on."""
         self.folder = folder
         if self.ranks.is_first and not Inputs.is_in(folder.path):
-            self.feed.inputs.write(folder.path)
+            self.source.inputs.write(folder.path)
         if folder.has_checkpoint:
             self.resume()
         else:
@@ -112,7 +112,7 @@ class Trainer:
         Ctrl-C and SIGTERM stop after the step in hand, and save.
         """
         with (
-            numerics(self.config),
+            backend_flags(self.config),
             interrupts_between_steps() as self._interrupts,
             Progress(self.config.epochs, len(self.batches), self.ranks.is_first) as progress,
         ):
@@ -127,7 +127,7 @@ class Trainer:
                     self.save()
                 raise
         if self.average is not None:
-            self.average.put()
+            self.average.swap_in()
         return self.history
 
     @property
@@ -207,7 +207,7 @@ class Trainer:
 
     def _bad_data(self, batch: int | None) -> str | None:
         """What is not finite in a batch of this epoch, which is read again; None: in the validation set."""
-        batches = self.feed.val.epoch(0) if batch is None else self.batches.epoch(self.epoch, batch)
+        batches = self.source.val.epoch(0) if batch is None else self.batches.epoch(self.epoch, batch)
         return bad_values(itertools.islice(batches, None if batch is None else 1))
 
     def _measure_epoch(self) -> dict[str, Any]:
@@ -235,9 +235,9 @@ class Trainer:
             metrics |= {f"train_{name}": train["metric"] / n, f"val_{name}": validation["metric"]}
         c, number = self.config, self.epoch + 1
         if c.probe_every and number % c.probe_every == 0:
-            metrics |= compare_passes(self.model, self.objective, *self.feed.first, c)
+            metrics |= compare_passes(self.model, self.objective, *self.source.first, c)
         if c.align_every and number % c.align_every == 0:
-            metrics |= measure_alignment(self.model, self.objective.loss_fn, *self.feed.first, c)
+            metrics |= measure_alignment(self.model, self.objective.loss_fn, *self.source.first, c)
         seconds = time.perf_counter() - began
         return (
             metrics | {"step_seconds": step_seconds, "val_seconds": val_seconds, "seconds": seconds} | self._captured()
@@ -339,7 +339,7 @@ class Trainer:
         if "epochs" in changed and (stretched := saved.depends_on_epochs):
             warn_caller(
                 f"the run continues with {self.config.epochs} epochs instead of {saved.epochs}: {', '.join(stretched)} "
-                f"now depends on the new length, from epoch {self.epoch + 1} on, so that the learning rate or alpha "
-                "jumps there",
+                f"{'is' if len(stretched) == 1 else 'are'} recomputed for the new length, so the learning rate or "
+                f"alpha jumps at epoch {self.epoch + 1}",
                 UserWarning,
             )

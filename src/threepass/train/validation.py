@@ -18,9 +18,9 @@ from ..core.penalty import evaluate
 from ..tape.state import unchanged_on_error
 from .config import Config
 from .data import Batches, LoaderBatches
+from .graph_capture import CapturedFunction, Function, GraphCapture
 from .metrics import Objective, batch_sums, samples_in
 from .ranks import ALONE, Ranks
-from .recorder import Function, Recorder, Recording
 from .steps import LOSSES, SUMS, in_precision, losses_in
 
 AT_ONCE = 2**22  # numbers in the input of one batch, or as many samples as a training batch has
@@ -86,35 +86,35 @@ class Validation:
 
 
 class CapturedValidation(Validation):
-    """`Validation` of a data set in memory by replays, and eagerly where it cannot be recorded."""
+    """`Validation` of a data set in memory by replays, and eagerly where it cannot be captured."""
 
     batches: Batches
 
-    def __init__(self, *args: Any, recorder: Recorder):
+    def __init__(self, *args: Any, graphs: GraphCapture):
         super().__init__(*args)
-        self.recorder = recorder
+        self.graphs = graphs
         self.drawn = self.batches.draw(0).to(self.device)
         self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
 
     def measure(self) -> None:
         self.place.zero_()
         for part in self.drawn.split(self.batches.batch_size, dim=1):
-            rows, recorder = part.shape[1], self.recorder
-            recording = recorder.find("validation", rows, partial(self._record, recorder, rows))
-            if recording is not None:
-                recording()
+            rows, graphs = part.shape[1], self.graphs
+            replay = graphs.find("validation", rows, partial(self._capture, graphs, rows))
+            if replay is not None:
+                replay()
                 continue
-            self.sums += recorder.programs.eagerly(partial(self._sums_at, part), self.device)
+            self.sums += graphs.programs.eagerly(partial(self._sums_at, part), self.device)
             self.place += 1
 
     def _sums_at(self, drawn: Tensor) -> Tensor:
         return self.sums_of(*self.batches.cut(drawn))
 
-    def _record(self, recorder: Recorder, rows: int) -> Recording:
+    def _capture(self, graphs: GraphCapture, rows: int) -> CapturedFunction:
         # The last, smaller batch comes once an epoch: compiling it would take longer than it saves.
         often = rows == min(self.batches.batch_size, len(self.batches.split))
-        program = partial(self._program, recorder.programs.signature, rows)
-        return recorder.record(Function(program, tuple, self._restored, known=LOSSES), self.place, often)
+        program = partial(self._program, graphs.programs.signature, rows)
+        return graphs.capture(Function(program, tuple, self._restored, known=LOSSES), self.place, often)
 
     def _program(self, signature: Signature, rows: int, place: Tensor) -> list[Tensor]:
         at = place * self.batches.batch_size + torch.arange(rows, device=self.device)

@@ -10,7 +10,7 @@ from ...page.render import render
 from . import paper
 from .claims import ALIGNED, NAMES, judge, pretty, readings, table_cells, xavier_row
 from .figures import Figures, all_figures
-from .measure import EXAMPLES, RADII
+from .net_measurements import EXAMPLES, RADII
 from .plan import CIFAR, STRENGTHS, STUDIES, Scale, plan
 from .records import Record, Records
 from .rules import (

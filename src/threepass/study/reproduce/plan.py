@@ -311,7 +311,7 @@ def plan(studies: Iterable[str], scale: Scale) -> list[Job]:
     names = [name for word in studies for name in (STUDIES if word == "all" else (word,))]
     unknown = [name for name in names if name not in STUDIES]
     if unknown:
-        raise ValueError(f"unknown study {unknown[0]!r}: give {', '.join(STUDIES)}, all or report")
+        raise ValueError(f"unknown study {unknown[0]!r}: choose from {', '.join(STUDIES)}, all and report")
     jobs: dict[str, Job] = {}
     for name in dict.fromkeys(names):
         for job in STUDIES[name](scale):

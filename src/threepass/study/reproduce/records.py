@@ -4,18 +4,17 @@ Several processes may work on one folder: a run that is being trained is locked,
 The operating system releases a process's locks when it ends, however it ends.
 """
 
-import contextlib
 import dataclasses
 import json
 import math
 import platform
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..._version import code_version, commit
+from ...train.files import locked_file, replacing
 from ...train.runs import Run
 from ..gather import is_finite
 from .plan import Job, command_line
@@ -40,7 +39,7 @@ class Records:
         for file in sorted(self.folder.glob("*.json")):
             content = json.loads(file.read_text(encoding="utf-8"))
             if content.get("format") != FORMAT:
-                raise ValueError(f"{file}: format {content.get('format')!r}, and this version reads {FORMAT}")
+                raise ValueError(f"{file}: format {content.get('format')!r}, but this version reads {FORMAT}")
             runs |= content["runs"]
         return runs
 
@@ -48,12 +47,12 @@ class Records:
         """Adds a record to the study's file, which is replaced as a whole."""
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f"{study}.json"
-        with locked(self.folder / f".{study}.lock", wait=True):
+        with locked_file(self.folder / f".{study}.lock", wait=True):
             runs = json.loads(file.read_text(encoding="utf-8"))["runs"] if file.exists() else {}
             lines = [f"{json.dumps(k)}: {compact(r)}" for k, r in sorted((runs | {key: record}).items())]
-            beside = file.with_name(file.name + ".new")
-            beside.write_text(f'{{"format": {FORMAT}, "runs": {{\n' + ",\n".join(lines) + "\n}}\n", encoding="utf-8")
-            beside.replace(file)
+            text = f'{{"format": {FORMAT}, "runs": {{\n' + ",\n".join(lines) + "\n}}\n"
+            with replacing(file) as beside:
+                beside.write_text(text, encoding="utf-8")
 
 
 def compact(record: Record) -> str:
@@ -92,24 +91,6 @@ def make_record(job: Job, run: Run, history: list[dict[str, Any]], measured: dic
 def device_name(run: Run) -> str:
     on_gpu = torch.cuda.is_available() and run.device != "cpu"
     return torch.cuda.get_device_name() if on_gpu else "CPU"
-
-
-@contextlib.contextmanager
-def locked(file: Path, wait: bool = False) -> Iterator[bool]:
-    """Whether this process has the lock; it is released at the end. Without fcntl (Windows) there are no locks."""
-    try:
-        import fcntl
-    except ImportError:
-        yield True
-        return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
 
 
 def _percent(error: float) -> float:

@@ -25,13 +25,13 @@ import torch
 
 from ...errors import DivergedError, NormalizationWarning
 from ...train.data import DataSet, Split
-from ...train.files import write_json
+from ...train.files import locked_file, write_json
 from ...train.loop import fit
 from ...train.runs import Run
 from ..gather import read
-from .measure import ALONG, MEASURES
+from .net_measurements import ALONG, MEASURES
 from .plan import Job
-from .records import Record, Records, device_name, locked, make_record
+from .records import Record, Records, device_name, make_record
 
 STARTING = 45.0  # seconds: a compiled run is not begun when less than this is left, since compiling cannot be stopped
 
@@ -92,7 +92,7 @@ def train_missing(
             continue
         if clock.left < (STARTING if run.config.compile else 0):
             break
-        with locked(results / "unfinished" / f".{job.key}.lock") as mine:
+        with locked_file(results / "unfinished" / f".{job.key}.lock") as (_, mine):
             if not mine:
                 elsewhere += 1
                 continue

@@ -16,12 +16,19 @@ PAD = 4
 class Batches:
     """Epochs of batches (x, y) from a split: x float32 (float64 from a split of that), B x C x H x W, y int64, B.
 
-        x = (pixels - mean) / std, if normalise = (mean, std), with pixels 0 to 1;
-
-    augment then pads with zeros by 4 and takes a random crop of the old size, mirrored left to right half of the time.
     Order, crops and flips are a pure function of (seed, epoch number, place in the epoch), drawn on the CPU, so that
-    devices agree and `epoch(number, start=k)` goes on at batch k as if it had never stopped. part_of: which places of
-    a batch's draw, 4 x B, this process takes.
+    devices agree and `epoch(number, start=k)` goes on at batch k as if it had never stopped.
+
+    Args:
+        split: the examples, on the device that the batches are made on.
+        batch_size: examples in a batch; without drop_last, the last batch of an epoch may be smaller.
+        normalise: (mean, std) of every channel: x = (pixels - mean) / std, with pixels 0 to 1. None: x = pixels.
+        augment: pad with zeros by 4, crop the old size at random, and mirror left to right half of the time.
+        shuffle: draw a new order for every epoch; else the split's own.
+        seed: of order, crops and flips.
+        drop_last: leave out the last batch of an epoch if it is smaller.
+        channels_last: the memory format of x; else contiguous.
+        part_of: which columns of a batch's draw, 4 x B, this process takes; default: all.
     """
 
     def __init__(

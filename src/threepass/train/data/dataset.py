@@ -75,11 +75,16 @@ def from_dataset(
 ) -> DataSet:
     """A DataSet from two torch Datasets of pairs (x, label), or (x, target) with floating-point targets for regression.
 
-    x is a tensor or array, C x H x W, H x W or F, or a PIL image. Every example is read once, so transforms should not
-    be random: augment with `Batches`. `fit` trains on standardised inputs, `standardised(x)` of the result.
+    Every example is read once, so transforms should not be random: `fit(..., augment=True)` augments. `fit` trains on
+    standardised inputs, `standardised(x)` of the result.
 
-    channels: "last" takes H x W x C for x, "first" C x H x W. By default channels are first, and an x that looks like
-    H x W x C, with 1, 3 or 4 numbers along the last dimension and more along both others, is an error.
+    Args:
+        train: training examples. x is a tensor or array, C x H x W, H x W or F, or a PIL image.
+        val: validation examples, of the same shape and dtype.
+        name: of the data set, for messages and reports.
+        device: to put the tensors on.
+        channels: "first" for C x H x W, "last" for H x W x C. By default channels are first, and an x that looks like
+            H x W x C, with 1, 3 or 4 numbers along the last dimension and more along both others, is an error.
     """
     if channels not in (None, "first", "last"):
         raise ValueError(f'channels must be "first", "last" or None, got {channels!r}')
@@ -95,16 +100,16 @@ def assemble(
     """
     if train.x.shape[1:] != val.x.shape[1:] or train.x.dtype != val.x.dtype:
         shapes = " and ".join(f"{split.x.dtype} {tuple(split.x.shape)}" for split in (train, val))
-        raise DataError(f"{name}: training and validation examples differ in kind: {shapes}")
+        raise DataError(f"{name}: training and validation examples differ in dtype or shape: {shapes}")
     for what, split in (("training", train), ("validation", val)):
         if not bool(split.x.isfinite().all()):
             bad = int((~split.x.flatten(1).isfinite().all(1)).sum())
-            raise DataError(f"{name}: {bad} of {len(split)} {what} examples hold NaN or infinity")
+            raise DataError(f"{name}: {bad} of {len(split)} {what} examples contain NaN or infinity")
     if train.y.dtype != val.y.dtype or train.y.shape[1:] != val.y.shape[1:]:
         raise DataError(f"{name}: training targets are {_kind(train.y)} and validation targets {_kind(val.y)}")
     if train.y.is_floating_point():
         if not bool(torch.cat([train.y, val.y]).isfinite().all()):
-            raise DataError(f"{name}: targets hold NaN or infinity")
+            raise DataError(f"{name}: targets contain NaN or infinity")
         classes = ()
     else:
         classes = _classes(train.y, val.y, name, classes)
@@ -119,7 +124,7 @@ def _classes(train: Tensor, val: Tensor, name: str, classes: tuple[str, ...] | N
     low, high = int(labels[0]), int(labels[-1])
     count = high + 1 if classes is None else len(classes)
     if low < 0 or high >= count:
-        raise DataError(f"{name}: labels run from {low} to {high}, not within 0 to {count - 1}")
+        raise DataError(f"{name}: labels must be in 0 to {count - 1}; found {low} to {high}")
     if count > max(1000, 2 * len(labels)):
         raise DataError(
             f"{name}: labels run to {high}, but only {len(labels)} different ones occur: number the classes from 0 on, "
@@ -159,7 +164,7 @@ def make_split(x: Any, y: Any, what: str, channels: str | None = None) -> Split:
         raise DataError(f"{what}: x and y must be real numbers")
     if y.is_floating_point() and y.dim() == 1 and bool((y == y.round()).all()):
         raise DataError(
-            f"{what}: y is {_kind(y)} with whole numbers only: convert it to integers if these are classes, "
+            f"{what}: y is {_kind(y)} with integer values only: convert it to an integer dtype if these are classes, "
             "or for regression give it the shape N x 1"
         )
     if x.dim() == 4:

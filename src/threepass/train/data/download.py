@@ -47,7 +47,7 @@ def _retrieve(remote: Remote, target: Path) -> None:
     lines = "\n".join(f"  - {failure}" for failure in failures)
     raise ConnectionError(
         f"could not download {target.name}:\n{lines}\n"
-        f"Run the same command again to go on from what has arrived, or put the file into {target.parent} yourself."
+        f"Run the same command again to resume, or put the file into {target.parent} yourself."
     )
 
 

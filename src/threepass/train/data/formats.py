@@ -58,7 +58,7 @@ def read_cifar_python(paths: Sequence[Path], key: bytes) -> Arrays:
             raise DataError(f"{path}: no dict with the keys b'data' and {key!r}")
         pixels, y = batch[b"data"], np.asarray(batch[key])
         if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape != (len(y), 3 * 32 * 32):
-            raise DataError(f"{path}: b'data' is not an array of bytes, {len(y)} (one row a label) x 3072")
+            raise DataError(f"{path}: b'data' must be a uint8 array of shape ({len(y)}, 3072), one row per label")
         images.append(pixels.reshape(-1, 3, 32, 32))
         labels.append(y)
     return np.concatenate(images), np.concatenate(labels)
@@ -71,14 +71,16 @@ def unpickle(path: Path) -> Any:
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
     except Exception as error:  # broken pickles raise nearly every type there is
-        raise DataError(f"{path}: not a whole pickle ({type(error).__name__}: {error})") from error
+        raise DataError(f"{path}: truncated or invalid pickle ({type(error).__name__}: {error})") from error
 
 
 class _ArrayUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         # The objects come from a table, not from an import: the modules that old files name have moved since.
         if (module, name) not in ADMITTED:
-            raise DataError(f"the pickle refers to {module}.{name}, which arrays do not need; it is not loaded")
+            raise DataError(
+                f"refused to load {module}.{name} from the pickle: only NumPy arrays and plain containers are allowed"
+            )
         return ADMITTED[module, name]
 
 
@@ -97,10 +99,10 @@ def _read(path: Path) -> bytes:
     try:
         return gzip.decompress(path.read_bytes())
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: not a whole gzip file ({error}); delete it and fetch it again") from error
+        raise DataError(f"{path}: truncated or invalid gzip file ({error}); delete it and download it again") from error
 
 
 def _check_size(path: Path, size: int, expected: int) -> None:
     if size != expected:
         what = "truncated" if size < expected else "too long"
-        raise DataError(f"{path}: {what}: {size} bytes where {expected} are expected; delete it and fetch it again")
+        raise DataError(f"{path}: {what}: {size} bytes where {expected} are expected; delete it and download it again")

@@ -51,10 +51,11 @@ class Inputs:
                 f"x is uint8, and {self.name} has {self.dtype}: convert x to its units, x.float() or x.float() / 255"
             )
         if not x.is_floating_point() and self.dtype == "uint8" and x.dtype != torch.uint8:
-            raise ValueError(f"x is {x.dtype}: give pixels as uint8, or as floating-point numbers from 0 to 1")
+            raise ValueError(f"x is {x.dtype}: pass pixels as uint8, or as floating-point numbers from 0 to 1")
         if x.is_floating_point() and self.dtype == "uint8" and x.numel() and float(x.max()) > BRIGHT:
             raise ValueError(
-                f"x has floating-point pixels up to {float(x.max()):g}, and 1 is white: give uint8, or divide x by 255"
+                f"x has floating-point pixels up to {float(x.max()):g}, but the expected range is 0 to 1: pass uint8, "
+                "or divide x by 255"
             )
         scale, shift = standardisation(x, (self.mean, self.std))
         return x.to(scale.dtype).mul(scale).add(shift)
@@ -83,7 +84,7 @@ def standardisation(x: Tensor, normalise: tuple[Sequence[float], Sequence[float]
     channels = x.shape[1]
     mean, std = ([0.0] * channels, [1.0] * channels) if normalise is None else normalise
     if len(mean) != channels or len(std) != channels:
-        raise ValueError(f"normalise needs {channels} means and stds, one a channel; got {len(mean)} and {len(std)}")
+        raise ValueError(f"normalise needs {channels} means and stds, one per channel; got {len(mean)} and {len(std)}")
     one = 255 if x.dtype == torch.uint8 else 1
     dtype = torch.promote_types(x.dtype, torch.float32)
     shape = (channels, *[1] * (x.dim() - 2))

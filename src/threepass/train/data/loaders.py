@@ -59,13 +59,13 @@ class LoaderBatches:
 
     def _pair(self, batch: Any) -> tuple[Any, Any]:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            got = f"{len(batch)} things" if isinstance(batch, (tuple, list)) else type(batch).__name__
-            raise DataError(f"the {self.what} loader must give pairs (x, y), got {got}: use a collate_fn that does")
+            got = f"a batch of {len(batch)} elements" if isinstance(batch, (tuple, list)) else type(batch).__name__
+            raise DataError(f"the {self.what} loader must yield pairs (x, y), got {got}: use a collate_fn that does")
         plain = tuple(dict(part) if isinstance(part, Mapping) else part for part in batch)
         x, y = tree_map(lambda z: z.to(self.device) if isinstance(z, Tensor) else z, plain)
         x = tuple(x) if isinstance(x, list) else x
         if not any(isinstance(z, Tensor) for z in tree_leaves(x)):
-            raise DataError(f"the {self.what} loader gives an x without tensors, a {type(x).__name__}")
+            raise DataError(f"the {self.what} loader yields an x without tensors, a {type(x).__name__}")
         return x, y
 
 

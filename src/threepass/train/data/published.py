@@ -67,7 +67,7 @@ def read(name: str, location: Found, device: Device) -> DataSet:
         if x.shape != (count, *published.shape) or len(y) != count:
             raise DataError(
                 f"{files[0].parent}: {name} must have images {(count, *published.shape)} and {count} labels; "
-                f"{', '.join(file.name for file in files)} hold(s) {x.shape} and {len(y)}"
+                f"{', '.join(file.name for file in files)} contain(s) {x.shape} and {len(y)}"
             )
         splits.append(make_split(x, y, name))
     return assemble(splits[0], splits[1], name, published.classes, device)

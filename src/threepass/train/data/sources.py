@@ -23,15 +23,20 @@ KEYS = ("x_train", "y_train", "x_val", "y_val")
 
 
 def load(name: str | Path, root: str | Path | None = None, download: bool = False, device: Device = "cpu") -> DataSet:
-    """One of NAMES, or the arrays in a .npz file or a folder, as a DataSet on the device.
+    """A data set by name, or the arrays in a .npz file or a folder, as a DataSet on the device.
 
-    The files of mnist, fashion-mnist, cifar10 and cifar100 are looked for below `root`, then $THREEPASS_DATA, then
-    ~/.cache/threepass, as their authors publish them and as torchvision keeps them; with `download`, missing ones are
-    put into the first of these that is named. Their test sets are the validation split. digits comes with scikit-learn.
+    The files of mnist, fashion-mnist, cifar10 and cifar100 are read as their authors publish them and as torchvision
+    keeps them; their test sets are the validation split. digits comes with scikit-learn.
 
-    A .npz file has the keys x_train, y_train, x_val and y_val; a folder holds these as .npy files, or data.npz: x is
-    N x C x H x W, N x H x W or N x F, uint8 pixels or numbers; y is N whole numbers from 0 on, or
-    floating-point targets, N x D or N, for regression.
+    A .npz file has the keys x_train, y_train, x_val and y_val; a folder contains these as .npy files, or data.npz.
+    There x is N x C x H x W, N x H x W or N x F, uint8 pixels or numbers; y is N integers from 0 on, or for regression
+    floating-point targets, N x D or N.
+
+    Args:
+        name: digits, mnist, fashion-mnist, cifar10, cifar100, or the path of a .npz file or a folder.
+        root: where the files are looked for first; then in $THREEPASS_DATA, then in ~/.cache/threepass.
+        download: download missing files into the first of these folders that is set.
+        device: to put the tensors on.
 
     >>> data = load("digits")
     >>> data.train.x.shape, len(data.val), data.classes[3]
@@ -106,7 +111,9 @@ def _folder(folder: Path) -> dict[str, np.ndarray]:
 def _read_npz(file: Path) -> dict[str, np.ndarray]:
     with _opened(file) as archive:
         if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise DataError(f"{file} holds one array and no names: write it with numpy.savez(file, x_train=..., ...)")
+            raise DataError(
+                f"{file} contains one array without a name: write it with numpy.savez(file, x_train=..., ...)"
+            )
         missing = [key for key in KEYS if key not in archive]
         if missing:
             raise DataError(f"{file} lacks {', '.join(missing)}; it has {', '.join(archive) or 'no arrays'}")
@@ -126,12 +133,12 @@ def _opened(file: Path) -> Iterator[Any]:
     with open(file, "rb") as content:
         start = content.read(6)
         if not start.startswith((b"PK", b"\x93NUMPY")):  # NumPy takes whatever else there is for a pickle
-            raise DataError(f"{file} is damaged, or holds no array of numbers (it starts with {start!r})")
+            raise DataError(f"{file} is damaged, or contains no array of numbers (it starts with {start!r})")
         content.seek(0)
         try:
             array = np.load(content, allow_pickle=False)
         except DAMAGED as error:
-            raise DataError(f"{file} is damaged, or holds no array of numbers ({error})") from error
+            raise DataError(f"{file} is damaged, or contains no array of numbers ({error})") from error
         yield array
 
 

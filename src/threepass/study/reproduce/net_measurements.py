@@ -18,7 +18,7 @@ from ...inspect.variances import variances as measure_variances
 from ...tape.state import unchanged_on_error
 from ...train.data import Batches, DataSet
 from ...train.runs import Run
-from ..robust import robustness as measure_robustness
+from ..attacks import robustness as measure_robustness
 
 SIGMAS = (0.0, 0.05, 0.1)
 RADII = (0.0, 0.5 / 255, 1 / 255, 2 / 255, 4 / 255)

@@ -1,9 +1,9 @@
-"""Functions of a training run recorded for replay: traced, compiled, and on a GPU made into CUDA graphs.
+"""Functions of a training run, captured for replay: traced, compiled, and on a GPU made into CUDA graphs.
 
-A recorded function takes a counter and works on tensors at fixed addresses: the counter, parameters, the optimizer's
+A captured function takes a counter and works on tensors at fixed addresses: the counter, parameters, the optimizer's
 state, sums. Tracing and warming up run the function, so the caller passes a context that restores these tensors.
-Recordings are looked up by the signature of the model and the loss, as `ThreePass(compile=True)` does it with its
-programs: after a change between two steps the step is recorded again.
+They are looked up by the signature of the model and the loss, as `ThreePass(compile=True)` does it with its programs:
+after a change between two steps the step is captured again.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from ..compile.signature import Signature
 
 
 @dataclass(frozen=True)
-class Recording:
-    """One call is one replay, which gives what the recorded function returned."""
+class CapturedFunction:
+    """One call is one replay, which gives what the captured function returned."""
 
     replay: Callable[[], Any]
     check_seconds: float
@@ -35,7 +35,7 @@ class Recording:
 
 
 class Function(NamedTuple):
-    """A function of a counter that can be recorded: then(program(counter)).
+    """A function of a counter that can be captured: then(program(counter)).
 
     program: traced, compiled if it is to be, and checked. then: runs as it is written (an optimizer's fused kernels).
     restore: a context that puts back what both write to. weights: as for `capture`. known: what is known of the
@@ -49,22 +49,22 @@ class Function(NamedTuple):
     known: Outputs = NOTHING
 
 
-class Recorder:
-    """Makes and keeps the recordings of one run. Its graphs share a pool of memory, because no two run at once."""
+class GraphCapture:
+    """Makes and keeps the captured functions of one run. Its graphs share a memory pool, since no two run at once."""
 
     def __init__(self, device: torch.device, model: nn.Module, loss_fn: Callable[..., Tensor], compile: bool | str):
         self.device = device
-        self.programs: Programs[Recording] = Programs(Signature(model, loss_fn), compile)
+        self.programs: Programs[CapturedFunction] = Programs(Signature(model, loss_fn), compile)
         self._newest: CudaGraph | None = None  # keeps the graphs' memory pool alive when others make room
 
-    def find(self, kind: Hashable, rows: int, make: Callable[[], Recording]) -> Recording | None:
-        """The recording of a kind of step over a number of rows; None: it runs eagerly, by `programs.eagerly`.
+    def find(self, kind: Hashable, rows: int, make: Callable[[], CapturedFunction]) -> CapturedFunction | None:
+        """The captured function of a kind of step over a number of rows; None: it runs eagerly, by `programs.eagerly`.
 
-        Both batch sizes of an epoch come again in the next one: each is recorded when it comes first.
+        Both batch sizes of an epoch come again in the next one: each is captured when it comes first.
         """
         return self.programs.find(kind, rows, make, lambda: f"{kind}, batches of {rows}", recurring=True)
 
-    def record(self, function: Function, counter: Tensor, compiled: bool = True) -> Recording:
+    def capture(self, function: Function, counter: Tensor, compiled: bool = True) -> CapturedFunction:
         """A replay of the function; compiled=False: its program runs operation by operation, whatever the option."""
         program, then, restore, weights, known = function
 
@@ -82,9 +82,9 @@ class Recorder:
             return then(captured.ungraphed(counter))
 
         if self.device.type != "cuda":
-            return Recording(step, captured.check_seconds, None)
+            return CapturedFunction(step, captured.check_seconds, None)
         graph = self._graphed(step, restored)
-        return Recording(graph.replay, captured.check_seconds, graph.bytes)
+        return CapturedFunction(graph.replay, captured.check_seconds, graph.bytes)
 
     def _graphed(self, f: Callable[[], Any], restore: Callable[[], Any]) -> CudaGraph:
         with torch.cuda.device(self.device), warnings.catch_warnings():

@@ -8,8 +8,8 @@ from ..train.files import write_json
 from ..train.folder import resumed
 from ..train.runs import Run
 from ..train.trainer import Trainer
-from . import robust
-from .measures import ATTACKS
+from . import attacks
+from .report_columns import ATTACKS
 
 
 def measure(folder: Path, where: dict[str, Any], examples: int = 500) -> dict[str, Any]:
@@ -22,12 +22,12 @@ def measure(folder: Path, where: dict[str, Any], examples: int = 500) -> dict[st
     run = Run.read(folder).resumed(where)
     data = run.load()
     if not data.classes:
-        raise ValueError(f"{folder}: {data.name} has no classes, and accuracy is what is measured")
+        raise ValueError(f"{folder}: robustness measures accuracy, but {data.name} has no classes")
     low, high = data.train.x.aminmax()
     if data.train.x.dim() == 2 and data.train.x.is_floating_point() and (low < 0 or high > 1):
         spread = f"{min(data.std):.3g} to {max(data.std):.3g}"
         text = (
-            f"{data.name} has features and no pixels: the sizes of noise and attacks are in their units, and their "
+            f"the inputs of {data.name} are features, not pixels: sizes of noise and attacks are in their units; their "
             f"standard deviations are {spread}"
         )
         warn_caller(text, UserWarning)
@@ -37,8 +37,8 @@ def measure(folder: Path, where: dict[str, Any], examples: int = 500) -> dict[st
         if not trainer.history:
             raise ValueError(f"{folder}: the run has not finished an epoch yet")
         if trainer.average is not None:
-            trainer.average.put()
-        curves = robust.robustness(trainer.model, data, examples=examples) | {"epochs": len(trainer.history)}
+            trainer.average.swap_in()
+        curves = attacks.robustness(trainer.model, data, examples=examples) | {"epochs": len(trainer.history)}
         write_json(folder / "robustness.json", curves)
     return curves
 

@@ -16,7 +16,7 @@ Data = DataSet | tuple[DataLoader, DataLoader]
 
 
 @dataclass(frozen=True)
-class Feed:
+class BatchSource:
     """Batches for training and validation; `first` is a validation batch, for measurements along the run.
 
     classes: how many there are; 0 for regression, None where it is not known. inputs: what is saved of the data.
@@ -41,21 +41,21 @@ class Feed:
         return self.train.split.y if isinstance(self.train, Batches) else self.first[1]
 
 
-def feed(data: Data, config: Config, device: torch.device, ranks: Ranks = ALONE) -> Feed:
+def batch_source(data: Data, config: Config, device: torch.device, ranks: Ranks = ALONE) -> BatchSource:
     """The batches of a data set, or of a pair of loaders, which do their own shuffling and augmentation."""
     if isinstance(data, DataSet):
         return _from_memory(data, config, ranks)
     if isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(one, DataLoader) for one in data):
         return _from_loaders(data[0], data[1], config, device)
     if isinstance(data, str):
-        raise TypeError(f"data is the name {data!r}: give threepass.train.data.load({data!r}) instead")
+        raise TypeError(f"data must be a data set, not a name: pass threepass.train.data.load({data!r})")
     raise TypeError(
-        "data must be a threepass.train.data.DataSet, as load and from_dataset give it, or a pair of torch "
+        "data must be a threepass.train.data.DataSet, as load and from_dataset return it, or a pair of torch "
         f"DataLoaders, (train_loader, val_loader); got {type(data).__name__}"
     )
 
 
-def _from_memory(data: DataSet, config: Config, ranks: Ranks) -> Feed:
+def _from_memory(data: DataSet, config: Config, ranks: Ranks) -> BatchSource:
     smallest = len(data.train) % config.batch_size or config.batch_size
     if smallest < ranks.size:
         raise ValueError(
@@ -70,16 +70,20 @@ def _from_memory(data: DataSet, config: Config, ranks: Ranks) -> Feed:
     size = size_of_batches(len(data.val), data.val.x[0].numel(), config.batch_size)
     val = Batches(data.val, size, shuffle=False, **common)
     first = val.cut(val.draw(0)[:, : config.batch_size].to(data.val.x.device))
-    return Feed(train, val, first, data.name, len(data.classes), data.inputs)
+    return BatchSource(train, val, first, data.name, len(data.classes), data.inputs)
 
 
-def _from_loaders(train: DataLoader, val: DataLoader, config: Config, device: torch.device) -> Feed:
+def _from_loaders(train: DataLoader, val: DataLoader, config: Config, device: torch.device) -> BatchSource:
     if config.augment:
-        raise ValueError("augment is for data in memory: a loader's dataset does its own transforms")
+        raise ValueError(
+            "augment=True works only with data in memory; with a DataLoader, use transforms in its dataset"
+        )
     if config.update == "epoch":
-        raise ValueError('update="epoch" is for data in memory: from_dataset(train, val) reads datasets into it')
+        raise ValueError(
+            'update="epoch" works only with data in memory: load the datasets with from_dataset(train, val)'
+        )
     if config.batch_size not in (Config.batch_size, train.batch_size):
-        raise ValueError(f"batch_size is {config.batch_size}, and the training loader's is {train.batch_size}")
+        raise ValueError(f"batch_size={config.batch_size} differs from the training loader's ({train.batch_size})")
     training = LoaderBatches(train, "training", device, config.seed)
     validation = LoaderBatches(val, "validation", device, config.seed)
-    return Feed(training, validation, next(validation.epoch(0)), "the loader", None, Inputs("the loader"))
+    return BatchSource(training, validation, next(validation.epoch(0)), "the loader", None, Inputs("the loader"))

@@ -9,10 +9,10 @@ from .config import Config
 
 
 @contextlib.contextmanager
-def numerics(config: Config) -> Iterator[None]:
+def backend_flags(config: Config) -> Iterator[None]:
     """TF32 and determinism as the config has them, and as they were afterwards.
 
-    Recorded steps run often enough to try all of cuDNN's algorithms first.
+    Captured steps run often enough to try all of cuDNN's algorithms first.
     """
     precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
     cudnn = torch.backends.cudnn.allow_tf32

@@ -97,11 +97,6 @@ def robustness(
     }
 
 
-def fgsm(model: nn.Module, p: Pixels, eps: float) -> Tensor:
-    """The fast gradient sign method: one step to a corner of the ball."""
-    return p.clamp(p.x + eps * input_gradient(model, p, p.x).sign())
-
-
 def pgd(model: nn.Module, p: Pixels, eps: float) -> tuple[Tensor, Tensor]:
     """Projected gradient ascent from the example itself: where every example ends, and whether it is still right there.
 

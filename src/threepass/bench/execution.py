@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from ..compile.capture import Build, Captured, capture
 from ..compile.cuda_graph import CudaGraph
 from ..core.options import Options
-from ..errors import UncompiledWarning
+from ..errors import UncompiledWarning, reason_of
 from ..step import ThreePass
 from .methods import METHODS, OPTIONS, weights
 
@@ -72,18 +72,12 @@ def best(method: str, model: nn.Module, batch: Sequence[Tensor]) -> list[Form]:
         try:
             made.append(make(method, copy.deepcopy(model), batch)._replace(failed=tuple(reasons)))
         except Exception as error:  # whatever a compiler does not take is a result too
-            reasons.append(f"{how}: {reason(error)}")
+            reasons.append(f"{how}: {reason_of(error)}")
         if made and method != "plain":
             break
     if not made:
         raise FormError("; ".join(reasons))
     return made
-
-
-def reason(error: Exception) -> str:
-    """An error in one line."""
-    words = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
 
 
 Make = Callable[[str, nn.Module, Sequence[Tensor]], Form]
