@@ -190,13 +190,13 @@ def _three_passes(step: _Step, module_paths: bool, blocks: bool) -> Result:
         # The gradient of l by a weight, d (x) a, is not taken yet.
         dx, errors = backward(tape, plan, loss)
         input_loss, slopes = _input_loss(dx, plan, step, tape, samples)
-        if options.exact:
+        if options.exact:  # in calls without a third pass too, so that `every` changes nothing about what is refused
             check_hooks(tape, 'use mode="paper", or remove the hook')
 
         # Pass 3: forward again, from t_0 = dl_x/dg_i with g_i = dl_i/dx_i, t -> J t. As soon as t is known at a weight,
         # the gradient of l_x, d (x) t, is taken, together with that of l. Exact mode adds R{d} (x) a in one more
         # backward pass.
-        if step.warn and step.third and not options.exact:
+        if step.warn and step.third and not plan.exact:
             warn_of_norms(model, tape.operations)
         t_0, third_scale = _start(plan, dx, slopes, options.part(samples), tape)
         gradients = Gradients(plan, third_scale, step.seed)

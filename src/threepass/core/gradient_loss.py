@@ -183,7 +183,7 @@ def _passes(task: Task, options: GradientOptions, warn: bool, seed, module_paths
         size = loss.scale_down(tape) if tape.half else 1.0
 
         # Pass 3: forward again, from t_0. Pass 4: backward again, from e.
-        if samplewise and loss.e:
+        if samplewise and loss.e:  # a loss of g alone keeps the joint plan, whose pass 4 has nothing to propagate
             plan = samplewise_plan(plan, loss.e[0][1])
         gradients = [Gradients(plan, 1.0, seed) for _ in range(2 if options.separate else 1)]
         first, last = gradients[0], gradients[-1]
