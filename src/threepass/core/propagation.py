@@ -90,8 +90,8 @@ class Propagation:
         self.s = None if lin is None or lin.signal is None or t[0] is None else lin.tangent(t[0])  # of the signal
 
     @property
-    def is_linear(self) -> bool:
-        """Whether u is known to be (piecewise) linear in a: then R{d} needs neither d nor t here."""
+    def is_affine(self) -> bool:
+        """Whether u is known to be affine in a: then R{d} needs neither d nor t here."""
         if self.linearization is not None:
             has_flat_rule = self.op.rule is not None and self.op.rule.flat
             return has_flat_rule or (self.linearization.pull is not None and self.linearization.curve is None)
@@ -104,7 +104,7 @@ class Propagation:
         """
         plan = gradients.plan
         case = plan.case
-        is_last_use = not plan.exact or self.is_linear
+        is_last_use = not plan.exact or self.is_affine
         if is_last_use and case.error_freed_first:
             self._use_error(gradients)
         out = self.push(plan) if case.carried is not None and self.op.pushes else None
@@ -163,7 +163,7 @@ class Propagation:
         self.d, self.weight_grads = [None] * len(self.d), []
 
     def _pull(self, lin: Linearization, r: Tensor | None, gradients: Gradients, wanted: bool) -> Tensor | None:
-        if not self.is_linear:
+        if not self.is_affine:
             self.add_gradients(gradients)
         if r is not None:
             gradients.add_pulled(self.op, lin, r)

@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from .._torch_compat import has_dispatch_modes
 from ..errors import CaptureError
 from ..numerics.precision import as_dtype
-from .linearity import commutes_with_tangent, is_affine
+from .linearity import is_affine, is_linear
 from .names import is_user_defined, key_of
 from .table import has_symbolic_shape
 
@@ -36,7 +36,7 @@ Signal = list[Tensor | None]
 
 def push(op, t: Signal) -> Signal:
     """The tangents of the outputs, from those of the active arguments."""
-    if not op.weights and not op.written and _takes_signals_alone(op) and commutes_with_tangent(op.func):
+    if not op.weights and not op.written and _takes_signals_alone(op) and is_linear(op.func):
         return _on_tangents(op, t)
     key = key_of(op.func)
     known: Any = _no_forward_ad_of_users if isinstance(key, type) else _no_forward_ad
