@@ -88,7 +88,7 @@ class LossReductionWarning(UserWarning):
 
 
 class BatchDimensionWarning(UserWarning):
-    """The samples lie along dimension 1 of x, and three passes count them along dimension 0."""
+    """The batch dimension of x seems to be dimension 1, and three passes take dimension 0."""
 
 
 class LossGrowthWarning(UserWarning):

@@ -70,8 +70,8 @@ class _Step:
         """One call. run: the passes of a model on x; call: what is captured in their place."""
         if is_engine(self.model):
             raise TypeError(
-                "an engine of DeepSpeed runs the backward pass itself: loss = step.loss(x, y); engine.backward(loss); "
-                "engine.step()"
+                "call loss = step.loss(x, y); engine.backward(loss); engine.step(): a DeepSpeed engine has to run the "
+                "backward pass itself"
             )
         if reduces_gradients(self.model):
             loss, r = self._reduced(x, y, run, call)
@@ -143,7 +143,7 @@ class _Step:
             raise ValueError(f"expected the state_dict() of a {type(self).__name__}, {{'calls': number}}, got {found}")
         calls = state["calls"]
         if isinstance(calls, bool) or not isinstance(calls, int) or calls < 0:
-            raise ValueError(f"calls must be a whole number >= 0, got {calls!r}")
+            raise ValueError(f"calls must be an integer >= 0, got {calls!r}")
         self.calls = calls
 
 
@@ -209,7 +209,7 @@ class ThreePass(_Step):
         wrt: Wrt = None,
     ):
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be a positive whole number, got {every!r}")
+            raise ValueError(f"every must be a positive integer, got {every!r}")
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
         check_weights(alpha, strength)
@@ -260,7 +260,10 @@ class ThreePass(_Step):
         usual, arrives at the gradient of the whole batch.
         """
         if self.scaler is not None:
-            raise ValueError("pass the loss to scaler.scale(), and no scaler= to ThreePass")
+            raise ValueError(
+                "step.loss() does not take the scaler of ThreePass: create ThreePass without scaler= and call "
+                "scaler.scale(loss).backward()"
+            )
         options, third = self._options()
         mean = 1.0 if options.batch_size is None else options.part(0) / check_x(x, options)
         is_watched = options.batch_size is None and options.depends_on_batch

@@ -621,7 +621,7 @@ class DistributedDataParallel(nn.Sequential):
     [
         (Replacing, "replaces a buffer by another tensor"),
         (Reading, "a value is read out of a tensor"),
-        (lambda: Redrawn(nn.Linear(6, 8), nn.Linear(8, 10)), "what an activation checkpoint recomputes draws random"),
+        (lambda: Redrawn(nn.Linear(6, 8), nn.Linear(8, 10)), "an activation checkpoint draws random"),
         (lambda: DistributedDataParallel(nn.Linear(6, 10)), "exchanges gradients between processes"),
     ],
 )

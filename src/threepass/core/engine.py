@@ -117,7 +117,7 @@ def three_pass(
         separate: also give both terms, unweighted, as `backprop_grads` and `third_grads`.
         penalty: the input loss of a sample, a function of its gradient g_i = dl_i/dx_i: "l2", 1/2 |g_i|^2; "l1",
             sum |g_i|; "norm", |g_i|; or a callable that takes the g_i of all samples, structured like r.input_grad,
-            and returns one number a sample. With reduction="batch" its mean over the samples is divided by B.
+            and returns one number per sample. With reduction="batch" its mean over the samples is divided by B.
         wrt: the entry of a dict x (its name), or of a tuple x (its index), that counts as the input, or several of
             them in a tuple; default: all floating-point tensors of x. Gradients are then a tensor, or a dict.
     """

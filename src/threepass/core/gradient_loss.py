@@ -304,9 +304,9 @@ class _SecondOrderOnly(TorchFunctionMode):
             outputs, inputs = (*args, *kwargs.values())[0], args[1] if len(args) > 1 else kwargs.get("inputs")
             if any(map(self._depends, _tensors(outputs))) and not all(map(self._depends, _tensors(inputs))):
                 raise NotImplementedError(
-                    "loss_fn differentiates g or the output again, which needs third derivatives of the model (a "
-                    "Laplacian, say): gradient_step computes second derivatives. Compute such a term by "
-                    "torch.autograd.grad with create_graph=True, or torch.func, and add its gradients to these"
+                    "loss_fn differentiates g or the output again (a Laplacian, say), which needs third derivatives of "
+                    "the model; gradient_step supports second derivatives only. Compute that term separately with "
+                    "torch.autograd.grad(create_graph=True) or torch.func, and add its gradients to p.grad"
                 )
         return func(*args, **kwargs)
 
@@ -321,8 +321,8 @@ def _tensors(given: Any) -> list[Tensor]:
 def _summed(output: Any) -> Tensor:
     if not isinstance(output, Tensor):
         raise TypeError(
-            f"the model returns a {type(output).__name__}: give value_fn, the scalar of it that is differentiated, as "
-            "in value_fn=lambda output: output['energy'].sum()"
+            f"the model returns a {type(output).__name__}, not a tensor: pass value_fn, which computes the scalar to "
+            "differentiate, as in value_fn=lambda output: output['energy'].sum()"
         )
     return output.sum()
 

@@ -33,7 +33,7 @@ class AccumulationWatch:
         updated = before is not None and (now is None or now[0] != before[0])
         if updated and accumulated > 1 and not self._has_warned:
             self._has_warned = True
-            _warn_of_accumulation(accumulated, "the update uses the sum of their gradients instead of the mean, and ")
+            _warn_of_accumulation(accumulated, "The update uses the sum of their gradients instead of the mean. ")
 
     def after_call(self, parameters: Iterable[nn.Parameter]) -> None:
         self._after = self._versions(parameters)
@@ -82,9 +82,9 @@ def _trained(parameters: Iterable[nn.Parameter]) -> nn.Parameter | None:
 
 def _warn_of_accumulation(calls: int, effect: str = "") -> None:
     warn_caller(
-        f"the gradients of {calls} calls were accumulated for one update without batch_size=, so each call was treated "
-        f"as a whole batch: {effect}with alpha= the third pass's gradient is weighted for the size of one call's "
-        f"batch. Pass batch_size=, the number of samples in all {calls} calls together",
+        f"the gradients of {calls} calls were accumulated into one update, but batch_size= was not given, so each call "
+        f"was treated as a whole batch. {effect}With alpha=, the third pass is then weighted for a batch as small as "
+        f"one call's. Pass batch_size=, the number of samples in all {calls} calls together",
         AccumulationWarning,
     )
 
@@ -158,9 +158,10 @@ def warn_of_samples_along_dimension_1(model: nn.Module, x: Any, y: Any) -> None:
     if length != samples and (by_targets or _is_sequence_first(model)):
         warn_once(
             model,
-            f"x has shape {tuple(first.shape)}, and its {samples} samples seem to lie along dimension 1. They are "
-            f"counted along dimension 0, so that strength and the input loss are {length / samples:.3g} times as "
-            "large. Pass x with samples first: use batch_first=True, or transpose x in the model's forward",
+            f"x has shape {tuple(first.shape)}, and dimension 1 seems to be the batch dimension ({samples} samples). "
+            "Dimension 0 is taken as the batch dimension, so the effective strength and the input loss are "
+            f"{length / samples:.3g} times as large. Pass x with samples first: use batch_first=True, or transpose x "
+            "in the model's forward",
             BatchDimensionWarning,
         )
 

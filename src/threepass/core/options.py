@@ -18,8 +18,8 @@ from .wrt import Wrt, as_wrt, check_wrt, inputs_of, leaves_of
 # tells the two apart. It is computed, because equal literals may be one object.
 ALPHA = float("0.1")
 NOT_BOTH = (
-    "give strength, or alpha, not both: strength replaces alpha and reduction. Leave out alpha to weight "
-    "the third pass by strength, with backpropagation's weight 1; leave out strength for the paper's alpha"
+    "pass either strength or alpha, not both: strength=s is backpropagation + s * third pass; alpha=a is "
+    "a * backpropagation + (1 - a) * third pass"
 )
 
 
@@ -73,7 +73,7 @@ class Options:
         check_input_options(self.wrt, self.input_at)
         size = self.batch_size
         if size is not None and (not isinstance(size, Integral) or isinstance(size, bool) or size < 1):
-            raise ValueError(f"batch_size must be a positive whole number, got {size!r}")
+            raise ValueError(f"batch_size must be a positive integer, got {size!r}")
 
     @property
     def back(self) -> float:
@@ -145,7 +145,10 @@ def check_roles(model: Any, loss_fn: Any) -> None:
         raise TypeError(f"loss_fn must be a function of the output and y, got {type(loss_fn).__name__}")
     swapped = isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters())
     if swapped and not any(True for _ in model.parameters()):
-        raise TypeError(f"the model, {type(model).__name__}, has no parameters and loss_fn has: the model comes first")
+        raise TypeError(
+            f"the model ({type(model).__name__}) has no parameters, but loss_fn has: the arguments seem to be swapped; "
+            "the model comes first"
+        )
 
 
 def check_input_options(wrt: Wrt, input_at: str | None) -> None:
@@ -187,8 +190,9 @@ def own_loss(output: Any, y: Any) -> Any:
         loss = output[0]
     if loss is None:
         raise ValueError(
-            f"loss_fn=None takes the model's own loss, but its output, a {type(output).__name__}, has none: pass a "
-            "loss_fn, or pass in x what the model needs to compute a loss (labels, for models of transformers)"
+            f"loss_fn=None uses the loss that the model returns, but its output ({type(output).__name__}) contains "
+            "none: pass a loss_fn, or add to x what the model needs to compute its loss (labels, for Hugging Face "
+            "models)"
         )
     return loss
 

@@ -3,7 +3,7 @@
     "l2"       1/2 |g_i|^2        t_0 = g_i
     "l1"       sum |g_i|          t_0 = sign(g_i)
     "norm"     |g_i|              t_0 = g_i / |g_i|, and 0 where g_i is 0
-    callable   one number a sample, by autograd
+    callable   one number per sample, by autograd
 
 Pass 3 starts from t_0 = d penalty(g_i) / dg_i in place of g_i; everything after that is the same, because the gradient
 of the penalty is d/dw < t_0 , dl/dx > with t_0 held fixed.
@@ -65,19 +65,19 @@ def _by_name(name: str, g: list[Tensor], samples: int) -> Tensor:
     for z in g:
         if z.dim() == 0 or z.shape[0] != samples:
             raise ValueError(
-                f'penalty="norm" takes the norm of each of the {samples} samples, but the input has shape '
-                f"{tuple(z.shape)}, whose dimension 0 is not the samples"
+                f'penalty="norm" needs the batch dimension first ({samples} samples), but the input has shape '
+                f"{tuple(z.shape)}"
             )
     return torch.linalg.vector_norm(torch.cat([z.flatten(1) if z.dim() > 1 else z[:, None] for z in g], 1), dim=1).sum()
 
 
 def _values(penalty: Callable[[Any], Tensor], g: Any, samples: int) -> Tensor:
-    """What a callable penalty returns, which has to be one number a sample, computed from g."""
+    """What a callable penalty returns, which has to be one number per sample, computed from g."""
     values = penalty(g)
     if not isinstance(values, Tensor) or values.shape != (samples,):
         found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(
-            f"penalty must return one number a sample, a tensor of shape ({samples},), got {found}: sum over all "
+            f"penalty must return one number per sample, a tensor of shape ({samples},), got {found}: sum over all "
             "dimensions but the first, as in g.flatten(1).abs().sum(1)"
         )
     if values.is_complex():
@@ -95,8 +95,8 @@ def _check_leaves(values: Tensor, g: list[Tensor]) -> None:
     others = sum(all(leaf is not z for z in g) for leaf in leaf_tensors_of(values))
     if others:
         raise ValueError(
-            f"penalty(g) reads {others} other tensor(s) that require grad, and gradients are computed through g alone: "
-            "detach() them, or use threepass.gradient_step, whose loss may depend on parameters"
+            f"penalty(g) depends on {others} tensor(s) other than g that require grad, but gradients are computed "
+            "through g only: detach() them, or use threepass.gradient_step, whose loss may depend on parameters"
         )
 
 

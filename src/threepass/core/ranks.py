@@ -47,9 +47,7 @@ def count_ranks(model: nn.Module, process_group: Any = None) -> int:
         )
     size = sizes.pop() if sizes else dist.get_world_size(process_group)
     if size < 1:
-        raise ValueError(
-            "this process is not a member of process_group, so its gradients are averaged with those of no other"
-        )
+        raise ValueError("this process is not a member of process_group: pass a group that contains this rank")
     return size
 
 
@@ -57,8 +55,8 @@ def check_parallel(model: nn.Module) -> None:
     """Raises for models that this process does not compute alone, or whose parameters are sharded."""
     if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
         raise NotImplementedError(
-            "the model is an nn.DataParallel over several devices, which runs it in threads, where operations cannot "
-            "be recorded; use torch.nn.parallel.DistributedDataParallel"
+            "nn.DataParallel over several devices is not supported: it runs the model in threads, whose operations "
+            "cannot be recorded. Use torch.nn.parallel.DistributedDataParallel"
         )
     if not (dist.is_available() and dist.is_initialized()):
         return
@@ -91,8 +89,8 @@ def _check_recorded(ddp: DistributedDataParallel) -> None:
     for option in ("find_unused_parameters", "static_graph"):
         if getattr(ddp, option):
             raise NotImplementedError(
-                f"DistributedDataParallel({option}=True) is supported only where it wraps the whole model of a "
-                "ThreePass: for three_pass, or around a part of the model, leave that option out, or pass its .module"
+                f"DistributedDataParallel({option}=True) is supported only if it wraps the whole model passed to "
+                "ThreePass. With three_pass, or around a submodule, leave the option out or pass its .module"
             )
 
 

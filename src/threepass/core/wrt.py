@@ -23,8 +23,8 @@ def as_wrt(wrt: Any) -> Wrt:
         return wrt
     if not isinstance(wrt, (tuple, list)) or not wrt or not all(map(_is_key, wrt)) or len(set(wrt)) < len(wrt):
         raise ValueError(
-            f"wrt must be the name of an entry of a dict x, the index of one of a tuple x, or several of them, "
-            f"each once; got {wrt!r}"
+            "wrt must be a key of the dict x, an index of the tuple x, or a tuple of these without duplicates; "
+            f"got {wrt!r}"
         )
     return tuple(wrt)
 
@@ -38,7 +38,7 @@ def check_wrt(x: Any, wrt: Wrt) -> None:
     entries = _entries(x)
     for key in _keys(wrt):
         if key not in entries:
-            raise ValueError(f"wrt names {key!r}, which x does not have; it has: {', '.join(map(repr, entries))}")
+            raise ValueError(f"wrt={key!r} is not an entry of x; x has: {', '.join(map(repr, entries))}")
         z = entries[key]
         if not is_float(z):
             kind = f"a tensor of {z.dtype}" if isinstance(z, Tensor) else f"a {type(z).__name__}"

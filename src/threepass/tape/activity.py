@@ -77,8 +77,8 @@ class ActivityTracker(FunctionInterceptor):
         self.problem(
             name_of(func),
             f"one of its arguments{_node_of(z)} was computed in an earlier call, or by {_UNSEEN}",
-            "run that part as plain PyTorch, or wrap it as an autograd.Function or a custom op; detach tensors of "
-            "earlier calls",
+            "run that part as plain PyTorch, or wrap it as an autograd.Function or a custom op; detach tensors "
+            "kept from earlier calls",
         )
         return None
 

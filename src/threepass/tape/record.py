@@ -176,7 +176,7 @@ class Record(ActivityTracker):
         self.recording = False
         with contextlib.ExitStack() as stack:
             if self.checkpointed:
-                stack.enter_context(refusing_random_numbers_in_trace("what an activation checkpoint recomputes"))
+                stack.enter_context(refusing_random_numbers_in_trace("an activation checkpoint"))
                 stack.enter_context(intercepting_functions())
                 stack.enter_context(self)
             yield
@@ -384,7 +384,7 @@ class Record(ActivityTracker):
             self.problem(
                 "autograd.grad",
                 "the model computes a gradient of its own output (forces, say)",
-                "return the value itself, and put the loss on its gradient by threepass.gradient_step",
+                "return the scalar itself (the energy, say) and use threepass.gradient_step for a loss on its gradient",
             )
         out = func(*args, **kwargs)
         self._mark_computed(tensors_in(out))

@@ -38,8 +38,8 @@ def refusing_random_numbers_in_trace(what: str) -> Iterator[None]:
     yield
     if _draws(mode) != before:
         raise CaptureError(
-            f"{what} draws random numbers; the step has to draw the same numbers again later, by restoring the random "
-            "state, and that cannot be captured"
+            f"{what} draws random numbers, and a later pass has to draw the same ones. That requires restoring the RNG "
+            "state, which cannot be captured"
         )
 
 
