@@ -4,8 +4,8 @@
     pass 2   backward        d = dl/du, to dl/dx           one `autograd.grad`, without weight gradients
     pass 3   forward again   t_0 = c dl_i/dx_i, t -> J t   operation by operation along the tape (`rules/`)
 
-At every weight, as soon as its t is known, one product gives the gradients of l and of l_x, with their weights:
-d (x) (alpha a + (1 - alpha) t). `plan.py` lists the other ways to combine them.
+As soon as pass 3 knows t at a weight, one product gives both terms of the weight's gradient:
+d (x) (alpha a + (1 - alpha) t). `plan.py` lists the other ways to combine the terms.
 """
 
 import contextlib

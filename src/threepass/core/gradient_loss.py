@@ -148,7 +148,7 @@ def run(task: Task, options: GradientOptions, *, warn: bool = True, seed: Tensor
     """`gradient_step` with its arguments in two objects.
 
     seed: in a compiled step, an int32 scalar that random rounding is made from; the gradients then are in the
-    parameters' own formats.
+    parameters' own dtypes.
     """
     seed = None if seed is None else seed_op(seed)
     if isinstance(task.x, Mapping):
@@ -234,7 +234,7 @@ class DifferentiatedLoss:
     other_leaves: int  # other tensors that require grad
 
     def scale_down(self, tape: Record) -> Tensor:
-        """Divides the derivatives by a power of two near the largest one, for half formats; returns it."""
+        """Divides the derivatives by a power of two near the largest one, for half precision; returns it."""
         found = [*self.t_0, *(e for _, e in (*self.e, *self.direct))]
         largest, over_ranks = torch.stack([z.abs().max().float() for z in found]).max(), tape.over_ranks()
         size = power_of_two(largest if over_ranks is None else over_ranks(largest))

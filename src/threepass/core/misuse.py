@@ -14,11 +14,16 @@ from .warn import warn_once
 
 FAR = -1e4  # additive masks have this value or less at masked positions
 SEQUENCES = (nn.RNNBase, nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder)
-PER_STEP = (nn.Linear, nn.Embedding, nn.Dropout, nn.LayerNorm)  # layers that keep dimensions 0 and 1 as they are
+PER_STEP = (
+    nn.Linear,
+    nn.Embedding,
+    nn.Dropout,
+    nn.LayerNorm,
+)  # keep dimensions 0 and 1
 
 
 class AccumulationWatch:
-    """Notices updates by the gradients of several calls. Looks at one parameter's version counters, not at values."""
+    """Detects weight updates that use the gradients of several calls, by the version counters of one parameter."""
 
     def __init__(self) -> None:
         self.calls = 0  # whose gradients lie in p.grad
@@ -47,7 +52,7 @@ class AccumulationWatch:
 
 
 class BackwardWatch:
-    """Notices updates by the gradients of several losses, in loops that call `backward()` themselves."""
+    """Detects weight updates that use the gradients of several losses, in loops that call `backward()` themselves."""
 
     def __init__(self) -> None:
         self.losses = 0  # whose gradients lie in p.grad
@@ -146,9 +151,10 @@ def _is_mask(name: Any, z: Tensor) -> bool:
 
 
 def warn_of_samples_along_dimension_1(model: nn.Module, x: Any, y: Any) -> None:
-    """Warns if sequences come with the samples along dimension 1, as for nn.LSTM without batch_first.
+    """Warns if x is a batch of sequences whose dimension 1 is the batch, as for nn.LSTM without batch_first.
 
-    It is seen by the number of targets, or by a model that begins with such a module, where x is one tensor.
+    The sign of it is that there are as many targets as dimension 1 is long, or that the model begins with such a
+    module. Only an x that is one tensor is checked.
     """
     first, *others = tree_leaves(dict(x) if isinstance(x, Mapping) else x)
     if others or first.dim() != (3 if first.is_floating_point() else 2):

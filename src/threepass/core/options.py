@@ -24,7 +24,7 @@ NOT_BOTH = (
 
 
 class InputOptions(Protocol):
-    """The options that say what counts as the input of the net."""
+    """The options that determine which tensors are the input of the net."""
 
     @property
     def input_at(self) -> str | None: ...
@@ -39,8 +39,8 @@ class Options:
     back, third  the weights of backpropagation and of the third pass in the gradients
     ranks        the number of processes over which the gradients will be averaged (`ranks.py`): each rank computes
                  `ranks` times its part of the whole batch's gradient
-    part(n)      the size of the batch in whose mean loss the n samples of this call are counted
-    scale(part)  t_0 is this times dl/dx, where l is that mean loss
+    part(n)      the batch size over which the mean loss l is taken, where this call has n samples
+    scale(part)  the factor c in t_0 = c dl/dx
     """
 
     alpha: float = ALPHA
@@ -107,7 +107,7 @@ class Options:
 
 
 def check_weights(alpha: Any, strength: Any) -> None:
-    """Raises an error for a strength beside an alpha that the user gave, of whatever value."""
+    """Raises an error if strength is given together with alpha, even an alpha that equals the default."""
     if strength is not None and alpha is not ALPHA:
         raise ValueError(NOT_BOTH)
 
@@ -136,7 +136,7 @@ def check_model(model: Any) -> dict[str, nn.Parameter]:
 
 
 def check_roles(model: Any, loss_fn: Any) -> None:
-    """Raises an error if the model and the loss are not what they should be, or in the other's place."""
+    """Raises an error if the model is not a module, if loss_fn cannot be called, or if the two are swapped."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}: the model comes first")
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):

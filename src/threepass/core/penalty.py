@@ -101,24 +101,24 @@ def _check_leaves(values: Tensor, g: list[Tensor]) -> None:
 
 
 def _check_samples(penalty: Callable[[Any], Tensor], values: Tensor, g: list[Tensor]) -> None:
-    """Refuses a penalty whose number for a sample depends on another's gradient; looks at each callable once.
+    """Raises an error if the value of one sample depends on the gradients of others; checks each callable once.
 
-    The derivative of a weighted sum of the numbers then is not that of their sum with each sample's part times its
-    weight. Weights that are powers of two bring no rounding of their own.
+    For a penalty that treats samples separately, the derivative of sum_i w_i value_i at g_i is w_i times that of
+    sum_i value_i. The w_i are powers of two, so that multiplying by them rounds nothing.
     """
     samples = len(values)
     if isinstance(values, FakeTensor) or samples == 1:  # a trace with dynamic shapes computes no values
         return
-    with contextlib.suppress(TypeError):  # takes no weak reference: it is looked at in every call
+    with contextlib.suppress(TypeError):  # takes no weak reference: it is checked in every call
         if penalty in _checked:
             return
     with no_dispatch_modes():
         weights = 2.0 ** (torch.arange(samples, device=values.device) % 7 - 3)
-        alike, weighted = (
+        unweighted, weighted = (
             torch.autograd.grad(values, g, w.to(values.dtype), retain_graph=True, allow_unused=True)
             for w in (torch.ones_like(weights), weights)
         )
-        if any(_differs(z, s, weights) for s, z in zip(alike, weighted, strict=True) if s is not None):
+        if any(_differs(z, s, weights) for s, z in zip(unweighted, weighted, strict=True) if s is not None):
             raise ValueError(
                 "penalty mixes samples: its value for one sample depends on the gradients of other samples. It must be "
                 "computed for each sample on its own; use threepass.gradient_step for a loss on all of g at once"
@@ -127,12 +127,12 @@ def _check_samples(penalty: Callable[[Any], Tensor], values: Tensor, g: list[Ten
         _checked.add(penalty)
 
 
-def _differs(z: Tensor, slope: Tensor, weights: Tensor) -> bool:
-    """Whether z is not the slope with each sample's part times its weight."""
-    if slope.numel() % len(weights):  # not known which part is whose
+def _differs(weighted: Tensor, unweighted: Tensor, weights: Tensor) -> bool:
+    """Whether `weighted` differs from `unweighted` with the part of each sample multiplied by the sample's weight."""
+    if unweighted.numel() % len(weights):  # the samples' parts are not known
         return False
-    expected = slope.reshape(len(weights), -1) * weights.to(slope.dtype)[:, None]
-    difference = (z.reshape(expected.shape) - expected).abs()
+    expected = unweighted.reshape(len(weights), -1) * weights.to(unweighted.dtype)[:, None]
+    difference = (weighted.reshape(expected.shape) - expected).abs()
     known = difference.isfinite()
     return bool((difference[known] > 1e-4 * expected[known].abs().max()).any()) if bool(known.any()) else False
 

@@ -55,7 +55,7 @@ def map_inputs(x: Any, wrt: Wrt, fn: Callable[[Tensor], Any]) -> Any:
 
 
 def without_other_leaves(x: Any, wrt: Wrt, parameters: Mapping[str, Tensor]) -> Any:
-    """x with detached inputs, where they require grad themselves, as many set it, and are no parameters."""
+    """x with its inputs detached if they are leaves that require grad, as users often set, but not parameters."""
     own = set(map(id, parameters.values()))
     return map_inputs(x, wrt, lambda z: z.detach() if z.requires_grad and z.is_leaf and id(z) not in own else z)
 
@@ -77,12 +77,12 @@ def like_inputs(x: Any, wrt: Wrt, tensors: list[Tensor]) -> Any:
 
 
 def map_leaves(fn: Callable[[Any], Any], x: Any) -> Any:
-    """`tree_map`, at once where x is a tensor."""
+    """`tree_map`, with a fast path for a single tensor."""
     return fn(x) if isinstance(x, Tensor) else tree_map(fn, x)
 
 
 def leaves_of(x: Any) -> list[Any]:
-    """`tree_leaves`, at once where x is a tensor."""
+    """`tree_leaves`, with a fast path for a single tensor."""
     return [x] if isinstance(x, Tensor) else tree_leaves(x)
 
 

@@ -204,7 +204,7 @@ def _watching(model: nn.Module, note: Callable[[Tensor, Tensor], Any]) -> Iterat
 
 
 def _before(v: Tensor, u: Tensor) -> tuple[float, float, GradientEdge, GradientEdge] | None:
-    """The variances of v and u, and where pass 2 finds their errors; None where v comes before the input."""
+    """The variances of v and u, and the edges at which pass 2 gives their errors; None if v does not depend on x."""
     return (var(v), var(u), get_gradient_edge(v), get_gradient_edge(u)) if v.requires_grad else None
 
 

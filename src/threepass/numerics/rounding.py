@@ -11,7 +11,7 @@ from .packed import is_nhwc
 
 
 def round_stochastically(z: Tensor, dtype: torch.dtype, seed: Tensor | int = 0) -> Tensor:
-    """z in a half format: to the neighbour above or below, each as likely as it is near; seed: 32 bits."""
+    """z in a half-precision dtype: to the neighbour above or below, each as likely as it is near; seed: 32 bits."""
     z = z.float()
     if dtype == torch.bfloat16:  # float32 without its last 16 bits: a random number below 2^16 carries into the rest
         bits = z.view(torch.int32)
@@ -46,7 +46,7 @@ def _noise(z: Tensor, seed: Tensor | int) -> Tensor:
 
 
 def _hash(z: Tensor, seed: Tensor | int) -> Tensor:
-    """32 bits of each value's own bits, its position in memory and the seed, the first ones as good as random."""
+    """A 32-bit hash of each value's bits, its position in memory and the seed; the high bits are the most random."""
     h = ((z.view(torch.int32) ^ _positions(z)) + seed) * 0x7FEB352D  # int32 products wrap, shifts fill with the sign
     return (h ^ ((h >> 15) & 0x1FFFF)) * -2073254261
 
@@ -61,7 +61,7 @@ def _positions(z: Tensor) -> Tensor:
 
 
 def rounded_randomly(z: Tensor, position: Tensor, seed: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 z in a half format: up or down, each as likely as it is near.
+    """float32 z in a half-precision dtype: up or down, each as likely as it is near.
 
     The random bits are a hash of z's own bits, its position and the seed.
     """

@@ -86,8 +86,10 @@ def _forward_ad(op, t: Signal) -> Signal:
 
 
 def _complete_tangents(values: list[Any], tangents: dict[int, Tensor]) -> None:
-    """Zeros for arguments without a tangent. Those that PyTorch makes itself, multiplied by a number (`alpha` of an
-    addition, `beta` of addmm), end the process under a dispatch mode, as a trace is one.
+    """Adds zero tangents for the arguments that have none.
+
+    PyTorch would create them itself, but under a dispatch mode, which a trace is, the process crashes when it
+    multiplies them by a number (`alpha` of an addition, `beta` of addmm).
     """
     for i, z in enumerate(values):
         if i not in tangents and isinstance(z, Tensor) and (z.is_floating_point() or z.is_complex()):

@@ -12,7 +12,7 @@ from .table import Linearization, Signal, rule
 
 @rule(Tensor.__getitem__)
 def getitem(u: Tensor, a: Tensor, index) -> Linearization | None:
-    """u = a[index] for one vector of whole numbers (the ends of edges, say), or for slices, numbers, None and ... ."""
+    """u = a[index] for one vector of integers (the ends of edges, say), or for slices, numbers, None and ... ."""
     if _is_basic(index):
         return Linearization(push=lambda t: t[index], pull=lambda r: _placed(a, index, r))
     if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):

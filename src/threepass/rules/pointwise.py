@@ -103,7 +103,7 @@ def _scaled(u: Tensor, a: Tensor, w: Tensor | float) -> Linearization:
 
 
 def _sum(products: Sequence[tuple[Tensor | None, Tensor | None]], like: Tensor) -> Tensor | None:
-    """The sum of the products whose factors are both there, in the shape and format of `like`."""
+    """The sum of the products whose factors are both there, in the shape and dtype of `like`."""
     total: Tensor | None = None
     for x, y in products:
         if x is not None and y is not None:
@@ -112,7 +112,7 @@ def _sum(products: Sequence[tuple[Tensor | None, Tensor | None]], like: Tensor) 
 
 
 def _add_product(total: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """total + x y, in place where total has the shape and the format of the result."""
+    """total + x y, in place where total has the shape and the dtype of the result."""
     fits = total.dtype == x.dtype == y.dtype and total.shape in (x.shape, y.shape) and total.dim() >= x.dim()
     return total.addcmul_(x, y) if fits and total.dim() >= y.dim() else torch.addcmul(total, x, y)
 

@@ -75,7 +75,7 @@ class Record(ActivityTracker):
         self.inputs: list[Input] = []
         self.needs_input_errors = False  # R{d} of the inputs is needed, as it is inside of a block
         self.has_internal_input = False  # the input is the output of a module, not x
-        self.half: set[torch.dtype] = set()  # the half-precision formats that operations ran in
+        self.half: set[torch.dtype] = set()  # the half-precision dtypes that operations ran in
         self.recording = True
         self.checkpointed = False
         self._no_autocast = device, False, torch.get_autocast_dtype(device)
@@ -151,7 +151,10 @@ class Record(ActivityTracker):
         return bool(others) and not self.problems and all(op.has_cheap_products for op in others)
 
     def over_ranks(self) -> Callable[[Tensor], Tensor] | None:
-        """Where operations sum signals over ranks, which then have to be scaled alike: the largest value of any."""
+        """A function that gives the maximum of a value over ranks; None unless operations sum signals over ranks.
+
+        The scales of signals that are summed have to be equal.
+        """
         groups = groups_of(self.operations)
         return partial(largest, groups=groups) if groups else None
 
