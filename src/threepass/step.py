@@ -48,7 +48,7 @@ def _log_default_alpha() -> None:
     )
 
 
-class _Step:
+class _TrainingStep:
     """What `ThreePass` and `GradientStep` share: a call runs eagerly or as a captured program, and adds to `p.grad`."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor], compile: bool | str):
@@ -147,7 +147,7 @@ class _Step:
         self.calls = calls
 
 
-class ThreePass(_Step):
+class ThreePass(_TrainingStep):
     """A training step by three passes, which adds its gradients to `p.grad`.
 
         step = threepass.ThreePass(model, loss_fn, strength=0.1)
@@ -295,7 +295,7 @@ class ThreePass(_Step):
         return Options(self.alpha(self.calls), ranks=ranks, **self.options), self.calls % self.every == 0
 
     def _run(self, model: nn.Module, x: Any, y: Any, options: Options, third: bool) -> Result:
-        return engine.run(Task(model, self.loss_fn, x, y), _inside(self.model, model, options), third=third)
+        return engine.run(Task(model, self.loss_fn, x, y), _inside(self.model, model, options), runs_third_pass=third)
 
     def _call(self, model: nn.Module, options: Options, third: bool) -> Call:
         return three_pass_call(model, self.loss_fn, _inside(self.model, model, options), third)
@@ -327,7 +327,7 @@ def loss(
     return step.loss(x, y)
 
 
-class GradientStep(_Step):
+class GradientStep(_TrainingStep):
     """A training step on a loss of the model's input gradient (`gradient_step`), which adds to `p.grad`.
 
         step = threepass.GradientStep(energy, lambda output, g, y: (-g - y).square().mean(), wrt="positions")

@@ -49,7 +49,7 @@ def backward_again(
                 if s is not None:
                     signals.add(z, s)
         except Exception as error:
-            tape.note(step.op, error)
+            tape.record_error(step.op, error)
     for source, _, z in tape.inputs:
         if source.requires_grad:
             gradients.add(source, None, signals.get(z))

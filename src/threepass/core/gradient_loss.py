@@ -236,8 +236,8 @@ class DifferentiatedLoss:
     def scale_down(self, tape: Record) -> Tensor:
         """Divides the derivatives by a power of two near the largest one, for half precision; returns it."""
         found = [*self.t_0, *(e for _, e in (*self.e, *self.direct))]
-        largest, over_ranks = torch.stack([z.abs().max().float() for z in found]).max(), tape.over_ranks()
-        size = power_of_two(largest if over_ranks is None else over_ranks(largest))
+        largest, max_over_ranks = torch.stack([z.abs().max().float() for z in found]).max(), tape.max_over_ranks()
+        size = power_of_two(largest if max_over_ranks is None else max_over_ranks(largest))
         self.t_0 = [(t.float() / size).to(t.dtype) for t in self.t_0]
         self.e, self.direct = ([(z, (e.float() / size).to(e.dtype)) for z, e in each] for each in (self.e, self.direct))
         return size
@@ -278,9 +278,9 @@ def differentiate(
         )
     named = {id(p) for p in task.model.parameters()}
     parameters = [leaf for leaf in leaves if id(leaf) in named]
-    slopes = torch.autograd.grad(loss, [*own, *parameters], allow_unused=True)
-    e, direct = slopes[: len(outputs)], slopes[len(own) :]
-    t_0 = [torch.zeros_like(z) if t is None else t for t, z in zip(slopes[len(outputs) : len(own)], at, strict=True)]
+    grads = torch.autograd.grad(loss, [*own, *parameters], allow_unused=True)
+    e, direct = grads[: len(outputs)], grads[len(own) :]
+    t_0 = [torch.zeros_like(z) if t is None else t for t, z in zip(grads[len(outputs) : len(own)], at, strict=True)]
     check_finite("loss_fn(output, g, y)", "g", t_0, at)
     return DifferentiatedLoss(
         loss,

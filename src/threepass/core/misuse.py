@@ -14,12 +14,7 @@ from .warn import warn_once
 
 FAR = -1e4  # additive masks have this value or less at masked positions
 SEQUENCES = (nn.RNNBase, nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder)
-PER_STEP = (
-    nn.Linear,
-    nn.Embedding,
-    nn.Dropout,
-    nn.LayerNorm,
-)  # keep dimensions 0 and 1
+PER_STEP = (nn.Linear, nn.Embedding, nn.Dropout, nn.LayerNorm)  # do not mix or move dimensions 0 and 1
 
 
 class AccumulationWatch:
@@ -153,8 +148,8 @@ def _is_mask(name: Any, z: Tensor) -> bool:
 def warn_of_samples_along_dimension_1(model: nn.Module, x: Any, y: Any) -> None:
     """Warns if x is a batch of sequences whose dimension 1 is the batch, as for nn.LSTM without batch_first.
 
-    The sign of it is that there are as many targets as dimension 1 is long, or that the model begins with such a
-    module. Only an x that is one tensor is checked.
+    It does if there are as many targets as dimension 1 has entries, or if the model begins with such a module. Checks
+    only an x that is one tensor.
     """
     first, *others = tree_leaves(dict(x) if isinstance(x, Mapping) else x)
     if others or first.dim() != (3 if first.is_floating_point() else 2):

@@ -49,8 +49,8 @@ def evaluate(
             _check_leaves(values, leaves)
             _check_samples(penalty, values, leaves)
             total = values.sum()
-        slopes = torch.autograd.grad(total, leaves, allow_unused=True)
-    t_0 = [torch.zeros_like(z) if t is None else t for t, z in zip(slopes, leaves, strict=True)]
+        penalty_grads = torch.autograd.grad(total, leaves, allow_unused=True)
+    t_0 = [torch.zeros_like(z) if t is None else t for t, z in zip(penalty_grads, leaves, strict=True)]
     if callable(penalty):
         check_finite("penalty(g)", "g", t_0, leaves)
     return total.detach() / samples, t_0

@@ -134,32 +134,35 @@ class Plan:
 
 
 def make_plan(
-    tape: Record, options: Options, samples: int, third: bool = True, weights: tuple[Tensor, Tensor] | None = None
+    tape: Record,
+    options: Options,
+    samples: int,
+    runs_third_pass: bool = True,
+    weights: tuple[Tensor, Tensor] | None = None,
 ) -> Plan:
     """Chooses the plan from the options and the pruned tape.
 
-    samples: the number of samples in x; third: whether to run the third pass; weights: (back, third) as tensors, in a
-    compiled step.
+    samples: the number of samples in x; weights: (back, third) as tensors, in a compiled step.
     """
-    terms, form = _combination(tape, options, third, compiled=weights is not None)
+    terms, form = _combination(tape, options, runs_third_pass, compiled=weights is not None)
     batch = options.part(samples)
-    back, weight_of_third = weights or (options.back, options.third)
+    back, third = weights or (options.back, options.third)
     scale: Scale
     scale = unit = error_gain(tape.half, batch)
-    if unit != 1 and (over_ranks := tape.over_ranks()) is not None:
-        scale = unit = float(over_ranks(torch.tensor(unit, device=tape.device)))
+    if unit != 1 and (max_over_ranks := tape.max_over_ranks()) is not None:
+        scale = unit = float(max_over_ranks(torch.tensor(unit, device=tape.device)))
     if form is MixForm.RELATIVE and not tape.half:
         scale, back = scale * back, 1.0
     return Plan(
         terms=terms,
         mix_form=form,
-        exact=options.exact and third,
+        exact=options.exact and runs_third_pass,
         compiled=weights is not None,
         separate=options.separate,
         half=tape.half,
         frees_activations=terms.value.needs_signs_only and not is_for_compiler(),
         back=back,
-        third=weight_of_third,
+        third=third,
         error_unit=unit,
         error_scale=scale,
         loss_error=scale * (samples / batch),  # of the effective batch's mean loss, x has samples / batch
@@ -186,11 +189,11 @@ def joint_plan(tape: Record, compiled: bool) -> Plan:
     )
 
 
-def _combination(tape: Record, options: Options, third: bool, compiled: bool) -> tuple[Terms, MixForm]:
+def _combination(tape: Record, options: Options, runs_third_pass: bool, compiled: bool) -> tuple[Terms, MixForm]:
     """How the terms are combined, and in which form a mix is computed where there is one."""
     relative = compiled and options.back != 0 and not options.separate
     form = MixForm.RELATIVE if relative else MixForm.WEIGHTED
-    if not third:
+    if not runs_third_pass:
         return Terms.BACKPROP_ONLY, form
     if options.separate:
         return Terms.SEPARATE, MixForm.WEIGHTED

@@ -67,7 +67,7 @@ def propagate(
             if keep:
                 steps.append(step)
         except Exception as error:
-            tape.note(op, error)
+            tape.record_error(op, error)
         for z in op.last_reads:
             signals.put(z, None)
             if recomputed:

@@ -99,23 +99,23 @@ def error_gain(half: set[torch.dtype], batch_size: float) -> float:
     return 2.0 ** round(math.log2(batch_size)) if torch.float16 in half else 1.0
 
 
-def start(
+def initial_tangents(
     dx: list[Tensor],
     c: float | Tensor,
     gain: float | Tensor,
     half: set[torch.dtype],
-    over_ranks: Callable[[Tensor], Tensor] | None = None,
+    max_over_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[list[Tensor], float | Tensor]:
     """t_0, and what pass 3's gradients are then to be multiplied by.
 
-    gain: of the errors, and so of dx; over_ranks: the largest value of several ranks, where their scales have to agree.
+    gain: of the errors, and so of dx; max_over_ranks: the maximum over ranks, where their scales have to be equal.
     """
     if not half:
         factor = c / gain
         return [g * factor if isinstance(factor, Tensor) or factor != 1 else g for g in dx], 1 / gain
     largest = torch.stack([g.abs().max().float() for g in dx]).max()
-    if over_ranks is not None:
-        largest, whole = over_ranks(torch.stack([largest, largest.new_tensor(c)]))
+    if max_over_ranks is not None:
+        largest, whole = max_over_ranks(torch.stack([largest, largest.new_tensor(c)]))
         dx, c = [(g.float() * (c / whole)).to(g.dtype) for g in dx], whole
     size = power_of_two(largest)
     return [(g.float() / size).to(g.dtype) for g in dx], c * size / gain**2

@@ -14,7 +14,7 @@ from ..rules.generic import leaf_tensors_of
 from ..rules.table import name_of, rule_for
 from .intercept import FunctionInterceptor
 from .signals import ActivationMeta, Storage, storage_of
-from .storages import StorageIndex
+from .storage_index import StorageIndex
 
 _UNSEEN = (
     "code that torch function modes cannot intercept: TorchScript, vmap or another torch.func transform, or a C++ "

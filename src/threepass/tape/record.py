@@ -40,14 +40,21 @@ from ..rules.sync_batch_norm import groups_of, largest
 from ..rules.table import Rule, Tap, rule_for
 from .activity import ActivityTracker
 from .arguments import flatten, tensors_in, unflatten
-from .checkpointed import Block, Recomputed, can_be_recorded_again, chain, recompute_from, without_tensors
-from .functions import traits_of
+from .checkpointed import (
+    Block,
+    Recomputed,
+    can_be_recorded_again,
+    free_chained_arguments,
+    recompute_from,
+    without_tensors,
+)
 from .inner_dropout import body_in_trace
 from .intercept import REPLACED, intercepting_functions, with_separate_histories
 from .operation import Operation, results_of, without_contents
 from .replay import as_recorded, is_random, refusing_random_numbers_in_trace
 from .signals import ActivationMeta, Signals
 from .state import random_state
+from .traits import traits_of
 
 Places = list[tuple[int, Tensor]]  # tensors with their positions among the arguments or the results of a call
 
@@ -108,7 +115,7 @@ class Record(ActivityTracker):
         Pass 3 goes on to the outputs (in exact mode, the loss), and to the last operation that has weights. What
         neither depends on, such as distances of which the model takes the argmin alone, needs no derivatives.
         """
-        self._settle_blocks(chained=not outputs)
+        self._resolve_blocks(chained=not outputs)
         read_downstream: set[Any] = set(self._signal_keys(outputs))
         operations = []
         for op in reversed(self.operations):
@@ -124,15 +131,15 @@ class Record(ActivityTracker):
         self.operations = deque(reversed(operations))
         self._storages.clear_operations()  # from here on, the tape has the only reference to an operation
 
-    def _settle_blocks(self, chained: bool) -> None:
+    def _resolve_blocks(self, chained: bool) -> None:
         blocks = [op for op in self.operations if isinstance(op, Block)]
         if blocks:
             read = {z for op in self.operations for _, z in op.active}
             for block in blocks:
-                block.settle(read)
+                block.resolve_output(read)
             self.operations = deque(op for op in self.operations if op.outputs)  # of others, nothing is read
             if chained:
-                chain([block for block in blocks if block.outputs], self._aliased)
+                free_chained_arguments([block for block in blocks if block.outputs], self._aliased)
 
     def consume(self) -> Iterator[Operation]:
         """The operations in execution order; the tape drops each, so that its activations can be freed."""
@@ -150,7 +157,7 @@ class Record(ActivityTracker):
         others = [op for op in self.operations if op.weights][:-1]
         return bool(others) and not self.problems and all(op.has_cheap_products for op in others)
 
-    def over_ranks(self) -> Callable[[Tensor], Tensor] | None:
+    def max_over_ranks(self) -> Callable[[Tensor], Tensor] | None:
         """A function that gives the maximum of a value over ranks; None unless operations sum signals over ranks.
 
         The scales of signals that are summed have to be equal.
@@ -229,7 +236,7 @@ class Record(ActivityTracker):
         self._storages.add_operation(block)
         self.operations.append(block)
 
-    def note(self, op: Operation, error: Exception) -> None:
+    def record_error(self, op: Operation, error: Exception) -> None:
         """Adds an error in an operation to the list of problems, so that the pass goes on to find the others.
 
         To be called where the error is handled: errors of other kinds are raised again.

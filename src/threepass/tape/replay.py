@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .._torch_compat import arguments_of, get_proxy_mode, set_mkldnn_enabled
 from ..errors import CaptureError
 from ..rules.table import name_of
-from .functions import Traits
 from .inner_dropout import ATTENTION, RECURRENT
 from .state import random_state, set_random_state
+from .traits import Traits
 
 # By cuDNN and oneDNN; PyTorch's own kernels can be differentiated twice.
 _ONCE_DIFFERENTIABLE = (*RECURRENT, torch.grid_sampler)
