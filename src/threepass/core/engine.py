@@ -27,12 +27,12 @@ from ..tape.operation import Operation
 from ..tape.record import Record
 from ..tape.signals import ActivationMeta
 from ..tape.state import autograd_enabled, unchanged_on_error, without_garbage_collection
-from .exact import backward_again
+from .exact import Propagated, backward_again
 from .gradients import Gradients
 from .options import ALPHA, InputOptions, Options, check_loss, check_model, check_weights, check_x, own_loss
 from .penalty import Penalty, evaluate
 from .plan import Operand, Plan, Scale, make_plan
-from .propagation import BlockPropagation, Errors, Propagation, check_hooks, errors_from, propagate, raise_problems
+from .propagation import Errors, check_hooks, errors_from, propagate, raise_problems
 from .sharded import is_fully_sharded
 from .warn import warn_of_norms, warn_of_other_leaves
 from .wrt import Wrt, leaves_of, like_inputs, map_inputs, map_leaves, without_other_leaves
@@ -264,7 +264,7 @@ def backward(tape: Record, plan: Plan, loss: Tensor) -> tuple[list[Tensor], dict
 
 def forward_again(
     tape: Record, dx: list[Tensor], t_0: list[Tensor], errors: dict[Operation, Errors], gradients: Gradients
-) -> "list[Propagation | BlockPropagation]":
+) -> list[Propagated]:
     """Pass 3: the tangent t or the mix, operation by operation, and the weights' gradients. Consumes tape and errors.
 
     Without t_0: the gradients of pass 2 alone. For exact mode, returns what its backward pass needs, by operation.

@@ -33,12 +33,12 @@ from ..tape.record import Record
 from ..tape.signals import ActivationMeta
 from ..tape.state import autograd_enabled, unchanged_on_error
 from .engine import Task, backward, forward, forward_again, like_x
-from .exact import backward_again
+from .exact import Propagated, backward_again
 from .gradients import Gradients
 from .options import check_input_options, check_loss, check_model, check_tensors
 from .penalty import check_finite
 from .plan import joint_plan
-from .propagation import check_hooks, raise_problems
+from .propagation import Propagation, check_hooks, raise_problems
 from .samplewise import is_samplewise, samplewise_plan
 from .warn import warn_of_other_leaves
 from .wrt import Wrt, as_wrt, without_other_leaves
@@ -216,10 +216,11 @@ def _active(tape: Record, *results: Any) -> list[ActivationMeta]:
     return [tape.meta_of(z) for z in tree_leaves(results) if isinstance(z, Tensor) and tape.is_active(z)]
 
 
-def _backward_from_zero(tape: Record, steps: list[Any], gradients: Gradients) -> None:
+def _backward_from_zero(tape: Record, steps: list[Propagated], gradients: Gradients) -> None:
     """Pass 4 without the term through the output; the steps stay for another pass 4."""
     backward_again(tape, list(steps), [], gradients)
     for step in steps:
+        assert isinstance(step, Propagation)  # this tape records no blocks
         step.free_signals()
 
 
@@ -235,8 +236,8 @@ class DifferentiatedLoss:
 
     def scale_down(self, tape: Record) -> Tensor:
         """Divides the derivatives by a power of two near the largest one, for half precision; returns it."""
-        found = [*self.t_0, *(e for _, e in (*self.e, *self.direct))]
-        largest, max_over_ranks = torch.stack([z.abs().max().float() for z in found]).max(), tape.max_over_ranks()
+        derivatives = [*self.t_0, *(e for _, e in (*self.e, *self.direct))]
+        largest, max_over_ranks = torch.stack([z.abs().max().float() for z in derivatives]).max(), tape.max_over_ranks()
         size = power_of_two(largest if max_over_ranks is None else max_over_ranks(largest))
         self.t_0 = [(t.float() / size).to(t.dtype) for t in self.t_0]
         self.e, self.direct = ([(z, (e.float() / size).to(e.dtype)) for z, e in each] for each in (self.e, self.direct))
@@ -329,9 +330,9 @@ def _summed(output: Any) -> Tensor:
 
 def _check_value(value: Any) -> None:
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
-        found = f"a tensor of {value.dtype}, shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+        actual = f"a tensor of {value.dtype}, shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
         raise ValueError(
-            f"value_fn must return a floating-point scalar (g is its gradient), got {found}: sum over the samples, as "
+            f"value_fn must return a floating-point scalar (g is its gradient), got {actual}: sum over the samples, as "
             "in value_fn=lambda output: output.sum()"
         )
 

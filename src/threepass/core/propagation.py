@@ -16,7 +16,7 @@ from ..tape.operation import Operation
 from ..tape.record import Record
 from ..tape.replay import as_recorded
 from ..tape.signals import ActivationMeta, Signals
-from .exact import backward_again
+from .exact import Propagated, backward_again
 from .gradients import Gradients
 from .plan import Operand, Plan
 
@@ -53,15 +53,20 @@ def errors_from(tape: Record, plan: Plan, u: Tensor, d: Tensor) -> tuple[list[Te
 
 def propagate(
     tape: Record, signals: Signals, errors: dict[Operation, Errors], gradients: Gradients, keep: bool = False
-) -> "list[Propagation | BlockPropagation]":
+) -> list[Propagated]:
+    """Pass 3: propagates the signals along the tape, which it consumes, and adds the weights' gradients.
+
+    keep: return what exact mode's backward pass needs, by operation.
+    """
     plan = gradients.plan
-    steps: list[Propagation | BlockPropagation] = []
+    steps: list[Propagated] = []
     recomputed: dict[ActivationMeta, Tensor] = {}  # outputs of blocks
     for op in tape.consume():
         out = None
         try:
             t = [signals.get(z) for _, z in op.active]
             d = errors.pop(op, None)
+            step: Propagation | BlockPropagation
             step = BlockPropagation(op, d, t, recomputed) if isinstance(op, Block) else Propagation(op, d, t)
             out = step.forward(gradients)
             if keep:
