@@ -139,8 +139,8 @@ class _TrainingStep:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restores what `state_dict` returned."""
         if not isinstance(state, Mapping) or set(state) != {"calls"}:
-            found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            raise ValueError(f"expected the state_dict() of a {type(self).__name__}, {{'calls': number}}, got {found}")
+            actual = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(f"expected the state_dict() of a {type(self).__name__}, {{'calls': number}}, got {actual}")
         calls = state["calls"]
         if isinstance(calls, bool) or not isinstance(calls, int) or calls < 0:
             raise ValueError(f"calls must be an integer >= 0, got {calls!r}")

@@ -75,9 +75,9 @@ def _values(penalty: Callable[[Any], Tensor], g: Any, samples: int) -> Tensor:
     """What a callable penalty returns, which has to be one number per sample, computed from g."""
     values = penalty(g)
     if not isinstance(values, Tensor) or values.shape != (samples,):
-        found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        actual = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(
-            f"penalty must return one number per sample, a tensor of shape ({samples},), got {found}: sum over all "
+            f"penalty must return one number per sample, a tensor of shape ({samples},), got {actual}: sum over all "
             "dimensions but the first, as in g.flatten(1).abs().sum(1)"
         )
     if values.is_complex():

@@ -61,9 +61,9 @@ def without_other_leaves(x: Any, wrt: Wrt, parameters: Mapping[str, Tensor]) -> 
 
 
 def inputs_of(x: Any, wrt: Wrt) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_inputs(x, wrt, found.append)
-    return found
+    inputs: list[Tensor] = []
+    map_inputs(x, wrt, inputs.append)
+    return inputs
 
 
 def like_inputs(x: Any, wrt: Wrt, tensors: list[Tensor]) -> Any:

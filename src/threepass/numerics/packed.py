@@ -25,11 +25,11 @@ def together(f: Callable[..., Tensor], *terms: Sequence[Tensor]) -> list[Tensor]
         if all(map(pays, row)) and row[0].numel() <= LARGE:
             groups.setdefault(tuple(z.dtype for z in row), []).append(i)
     results: dict[int, Tensor] = {}
-    for places in groups.values():
-        if len(places) > FEW:
-            first = [rows[i][0] for i in places]
-            packed = [torch.ops.threepass.pack(_flat([rows[i][k] for i in places], first)) for k in range(len(terms))]
-            results |= zip(places, _split_like(f(*packed), first), strict=True)
+    for indices in groups.values():
+        if len(indices) > FEW:
+            first = [rows[i][0] for i in indices]
+            packed = [torch.ops.threepass.pack(_flat([rows[i][k] for i in indices], first)) for k in range(len(terms))]
+            results |= zip(indices, _split_like(f(*packed), first), strict=True)
     return [results[i] if i in results else f(*row) for i, row in enumerate(rows)]
 
 
@@ -42,11 +42,11 @@ def _pack(flat: Sequence[Tensor]) -> Tensor:
     """One flat tensor, in the widest dtype (our kernels give gradients in float32); a launch for each dtype."""
     whole = _whole(flat)
     rows: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-    for place, z in zip(whole.split([z.numel() for z in flat]), flat, strict=True):
-        rows.setdefault(z.dtype, []).append((place, z))
+    for part, z in zip(whole.split([z.numel() for z in flat]), flat, strict=True):
+        rows.setdefault(z.dtype, []).append((part, z))
     for pairs in rows.values():
-        places, values = zip(*pairs, strict=True)
-        foreach_copy_(places, values)
+        parts, values = zip(*pairs, strict=True)
+        foreach_copy_(parts, values)
     return whole
 
 

@@ -32,9 +32,9 @@ def round_to_tf32(z: Tensor) -> Tensor:
     return torch.where(torch.isnan(z), z, rounded)
 
 
-def seed_of(step: int, place: int) -> int:
+def seed_of(step: int, index: int) -> int:
     """A seed for the rounding of one tensor at one step: 32 bits, as a signed number."""
-    h = (step * 0x9E3779B1 + (place + 1) * 0x85EBCA6B) & 0xFFFFFFFF
+    h = (step * 0x9E3779B1 + (index + 1) * 0x85EBCA6B) & 0xFFFFFFFF
     h = ((h ^ (h >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     h ^= h >> 15
     return h - 2**32 if h >= 2**31 else h

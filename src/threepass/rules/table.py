@@ -36,6 +36,7 @@ __all__ = [
     "registered",
     "rule",
     "rule_for",
+    "times",
 ]
 
 Signal = list[Tensor | None]
@@ -186,3 +187,8 @@ def rule_for(func: Callable[..., Any]) -> Rule | None:
 def has_symbolic_shape(z: Tensor) -> bool:
     """Whether a trace with dynamic shapes is at work on this tensor."""
     return any(isinstance(size, torch.SymInt) for size in z.shape)
+
+
+def times(factor: float, z: Tensor) -> Tensor:
+    """factor z, without an operation where the factor is 1."""
+    return z if factor == 1 else z * factor

@@ -94,9 +94,9 @@ class ActivityTracker(FunctionInterceptor):
         In the graph of what an earlier step computed, the input of that step is a leaf too.
         """
         unknown = [z for z in active if self._lookup(z) is None and storage_of(z) not in self._aliased]
-        found = [z for z in unknown if _is_computed_from_parameters(z)]
-        self._mark_computed(found)
-        return bool(found)
+        weights = [z for z in unknown if _is_computed_from_parameters(z)]
+        self._mark_computed(weights)
+        return bool(weights)
 
     def _copy_for_readers(self, z: Tensor) -> None:
         """Before z's storage is written to: replaces it by a copy in the operations that read it earlier."""

@@ -110,11 +110,11 @@ class Block(Operation):
     ) -> Tensor:
         """The output among what the function returned, when its operations were recorded once more."""
         first, again = ([u for op in ops for u in op.outputs] for ops in (self.inside, operations))
-        place = first.index(self.outputs[0])
-        found = [z for z in tensors_in(result) if len(first) == len(again) and meta_of(z) is again[place]]
-        if not found:
+        index = first.index(self.outputs[0])
+        outputs = [z for z in tensors_in(result) if len(first) == len(again) and meta_of(z) is again[index]]
+        if not outputs:
             raise BlockError
-        return found[0]
+        return outputs[0]
 
 
 def free_chained_arguments(blocks: list[Block], aliased: Container[Storage]) -> None:

@@ -34,7 +34,7 @@ from .._torch_compat import (
     innermost_transform,
     is_traced,
 )
-from ..errors import CaptureError, Place
+from ..errors import CaptureError, Place, first_line_of
 from ..numerics.precision import HALF
 from ..rules.sync_batch_norm import groups_of, largest
 from ..rules.table import Rule, Tap, rule_for
@@ -244,8 +244,8 @@ class Record(ActivityTracker):
         if isinstance(error, (torch.OutOfMemoryError, CaptureError)):
             raise error
         if isinstance(error, (NotImplementedError, RuntimeError)):
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self.problems.append(Place(op.module, op.name, reason, "give it a rule: see docs/add-a-rule.md"))
+            advice = "give it a rule: see docs/add-a-rule.md"
+            self.problems.append(Place(op.module, op.name, first_line_of(error), advice))
         elif not isinstance(error, (TypeError, AttributeError)) or not self.problems:
             raise error  # of these two: after a problem, signals may be missing
 
@@ -427,8 +427,8 @@ def _outputs(out: Any, values: list[Any], tensors: Places, written: list[int]) -
         return [(0, out)] if out.requires_grad else []
     unchanged = {id(z) for i, z in tensors if i not in written}
     results = list(enumerate(results_of(out, values, written)))
-    found = {id(u): (i, u) for i, u in reversed(results) if u.requires_grad and id(u) not in unchanged}
-    return sorted(found.values(), key=lambda output: output[0])
+    outputs = {id(u): (i, u) for i, u in reversed(results) if u.requires_grad and id(u) not in unchanged}
+    return sorted(outputs.values(), key=lambda output: output[0])
 
 
 def _written(values: list[Any], tensors: Places, versions: list[int]) -> list[int]:
