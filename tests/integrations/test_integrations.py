@@ -32,7 +32,7 @@ def test_the_models_own_loss():
         model, lambda out, y: F.cross_entropy(out["logits"], y), {"x": x}, labels, mode="exact"
     )
     assert_close(ours, theirs.grads, 1e-14)
-    with pytest.raises(ValueError, match=r"has none: pass a loss_fn, or .*labels"):
+    with pytest.raises(ValueError, match=r"contains none: pass a loss_fn, or .*labels"):
         threepass.three_pass(model, None, {"x": x})
 
 

@@ -3,6 +3,8 @@
 A weight's gradient is back * (d (x) a) + third * (d (x) t). Computed as it stands, that is two products. Both are
 linear in the signal, so one product with the mix back * a + third * t gives the same; and in some nets the mix itself
 can be propagated, or a backward pass that exact mode runs anyway can carry both terms. `Terms` lists the cases.
+
+One case is chosen later: `samplewise.py` needs the derivative of the loss at the output, which is known after pass 2.
 """
 
 from dataclasses import dataclass
