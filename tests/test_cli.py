@@ -296,7 +296,7 @@ def test_data_says_what_is_there(capsys):
         (["train", "--model", "no_such_module:net"], 1, "importing 'no_such_module' failed"),
         (["train", "--init", "magic"], 1, "magic"),
         (["train", "--alpha", "3"], 2, "alpha must be a number in [0, 1]"),
-        (["train", "--alpha", "0.1", "--strength", "0.1"], 2, "give strength, or alpha, not both"),
+        (["train", "--alpha", "0.1", "--strength", "0.1"], 2, "pass either strength or alpha, not both"),
         (["train", "--penalty", "l3"], 2, "penalty must be one of l2, l1, norm, got 'l3'"),
         (["train", "--schedule", "sine"], 2, "schedule must be one of constant, step"),
         (["train", "--epoch", "3"], 2, "Did you mean --epochs? (see threepass train --help)"),

@@ -133,7 +133,7 @@ def test_a_scaler_scales_the_loss():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_parameters_get_gradients_of_their_own_format(dtype):
+def test_half_parameters_get_gradients_of_their_own_dtype(dtype):
     model, x, y = problem(dtype)
     expected = threepass.three_pass(model, F.cross_entropy, x, y, strength=0.5).grads
     threepass.loss(model, F.cross_entropy, x, y, strength=0.5).backward()

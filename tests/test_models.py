@@ -170,7 +170,11 @@ def test_a_function_of_the_users():
     [
         ("plain21", ValueError, "a plain net has 6n [+] 2 layers, such as 20 or 32, got 21"),
         ("resnet19", ValueError, "a ResNet has 6n [+] 2 layers, such as 20 or 32, got 19"),
-        ("alexnet", ValueError, "unknown model 'alexnet': give mlp, vit, plain20, resnet20 .*, or module:function"),
+        (
+            "alexnet",
+            ValueError,
+            "unknown model 'alexnet': choose from mlp, vit, plain20, .*, or module:function",
+        ),
         ("vit16", ValueError, "unknown model 'vit16'"),
         ("", ValueError, "unknown model ''"),
         (

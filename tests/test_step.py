@@ -120,7 +120,7 @@ def test_state_goes_on_after_a_resume(tmp_path):
         ({"step": 3}, r"state_dict\(\) of a ThreePass.*got \['step'\]"),
         ({"calls": 3, "lr": 1}, r"got \['calls', 'lr'\]"),
         (3, "got int"),
-        ({"calls": -1}, "whole number >= 0, got -1"),
+        ({"calls": -1}, "an integer >= 0, got -1"),
         ({"calls": True}, "got True"),
         ({"calls": "3"}, "got '3'"),
     ],
@@ -322,7 +322,7 @@ def test_samples_along_dimension_0_are_no_mistake(model, loss_fn, x, y):
         ((nn.Linear(2, 2), "mse"), "loss_fn must be a function of the output and y, got str"),
         (
             (nn.MSELoss(), nn.Linear(2, 2)),
-            "the model, MSELoss, has no parameters and loss_fn has: the model comes first",
+            r"the model \(MSELoss\) has no parameters, but loss_fn has: the arguments seem to be swapped",
         ),
         ((F.mse_loss, nn.Linear(2, 2)), "model must be a torch.nn.Module, got function: the model comes first"),
     ],

@@ -88,7 +88,7 @@ class LossReductionWarning(UserWarning):
 
 
 class BatchDimensionWarning(UserWarning):
-    """The samples lie along dimension 1 of x, and three passes count them along dimension 0."""
+    """The batch dimension of x seems to be dimension 1, and three passes take dimension 0."""
 
 
 class LossGrowthWarning(UserWarning):
@@ -104,11 +104,14 @@ class UncompiledWarning(UserWarning):
 
 
 def reason_of(error: Exception) -> str:
-    """An exception in one line; of a `CaptureError`, its words alone."""
-    lines = str(error).strip().splitlines()
-    if isinstance(error, CaptureError) and lines:
-        return lines[0]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """An exception in one line; of a `CaptureError`, the first line of its message alone."""
+    name, line = type(error).__name__, first_line_of(error)
+    return line if isinstance(error, CaptureError) or line == name else f"{name}: {line}"
+
+
+def first_line_of(error: Exception) -> str:
+    """The first line of an exception's message, or its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def warn_uncompiled(error: CaptureError, seconds: float, compile: bool | str = True) -> None:

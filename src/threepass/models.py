@@ -149,7 +149,7 @@ def by_name(name: str, **options: Any) -> nn.Module:
     if stem in ("plain", "resnet"):
         return (plain if stem == "plain" else resnet)(**options | ({"depth": int(depth)} if depth else {}))
     raise ValueError(
-        f"unknown model {name!r}: give mlp, vit, plain20, resnet20 (or another depth 6n + 2), resnet18, "
+        f"unknown model {name!r}: choose from mlp, vit, plain20, resnet20 (or another depth 6n + 2), resnet18, "
         "or module:function"
     )
 

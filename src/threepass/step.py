@@ -48,7 +48,7 @@ def _log_default_alpha() -> None:
     )
 
 
-class _Step:
+class _TrainingStep:
     """What `ThreePass` and `GradientStep` share: a call runs eagerly or as a captured program, and adds to `p.grad`."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor], compile: bool | str):
@@ -70,8 +70,8 @@ class _Step:
         """One call. run: the passes of a model on x; call: what is captured in their place."""
         if is_engine(self.model):
             raise TypeError(
-                "an engine of DeepSpeed runs the backward pass itself: loss = step.loss(x, y); engine.backward(loss); "
-                "engine.step()"
+                "call loss = step.loss(x, y); engine.backward(loss); engine.step(): a DeepSpeed engine has to run the "
+                "backward pass itself"
             )
         if reduces_gradients(self.model):
             loss, r = self._reduced(x, y, run, call)
@@ -139,15 +139,15 @@ class _Step:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restores what `state_dict` returned."""
         if not isinstance(state, Mapping) or set(state) != {"calls"}:
-            found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            raise ValueError(f"expected the state_dict() of a {type(self).__name__}, {{'calls': number}}, got {found}")
+            actual = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(f"expected the state_dict() of a {type(self).__name__}, {{'calls': number}}, got {actual}")
         calls = state["calls"]
         if isinstance(calls, bool) or not isinstance(calls, int) or calls < 0:
-            raise ValueError(f"calls must be a whole number >= 0, got {calls!r}")
+            raise ValueError(f"calls must be an integer >= 0, got {calls!r}")
         self.calls = calls
 
 
-class ThreePass(_Step):
+class ThreePass(_TrainingStep):
     """A training step by three passes, which adds its gradients to `p.grad`.
 
         step = threepass.ThreePass(model, loss_fn, strength=0.1)
@@ -209,7 +209,7 @@ class ThreePass(_Step):
         wrt: Wrt = None,
     ):
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be a positive whole number, got {every!r}")
+            raise ValueError(f"every must be a positive integer, got {every!r}")
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
         check_weights(alpha, strength)
@@ -260,7 +260,10 @@ class ThreePass(_Step):
         usual, arrives at the gradient of the whole batch.
         """
         if self.scaler is not None:
-            raise ValueError("pass the loss to scaler.scale(), and no scaler= to ThreePass")
+            raise ValueError(
+                "step.loss() does not take the scaler of ThreePass: create ThreePass without scaler= and call "
+                "scaler.scale(loss).backward()"
+            )
         options, third = self._options()
         mean = 1.0 if options.batch_size is None else options.part(0) / check_x(x, options)
         is_watched = options.batch_size is None and options.depends_on_batch
@@ -292,7 +295,7 @@ class ThreePass(_Step):
         return Options(self.alpha(self.calls), ranks=ranks, **self.options), self.calls % self.every == 0
 
     def _run(self, model: nn.Module, x: Any, y: Any, options: Options, third: bool) -> Result:
-        return engine.run(Task(model, self.loss_fn, x, y), _inside(self.model, model, options), third=third)
+        return engine.run(Task(model, self.loss_fn, x, y), _inside(self.model, model, options), runs_third_pass=third)
 
     def _call(self, model: nn.Module, options: Options, third: bool) -> Call:
         return three_pass_call(model, self.loss_fn, _inside(self.model, model, options), third)
@@ -324,7 +327,7 @@ def loss(
     return step.loss(x, y)
 
 
-class GradientStep(_Step):
+class GradientStep(_TrainingStep):
     """A training step on a loss of the model's input gradient (`gradient_step`), which adds to `p.grad`.
 
         step = threepass.GradientStep(energy, lambda output, g, y: (-g - y).square().mean(), wrt="positions")

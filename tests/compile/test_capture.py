@@ -134,7 +134,7 @@ def test_alpha_moves_within_one_program_and_every_k_has_two(graph_only):
     alphas = [0.1, 0.4, 0.7, 0.2]
     step = threepass.ThreePass(model, F.cross_entropy, alpha=lambda calls: alphas[calls], every=2, compile=True)
     for i, alpha in enumerate(alphas):
-        expected = run(Task(model, F.cross_entropy, x, y), Options(alpha), third=i % 2 == 0)
+        expected = run(Task(model, F.cross_entropy, x, y), Options(alpha), runs_third_pass=i % 2 == 0)
         same(everything(step(x, y)), everything(expected), 1e-12)
     assert len(step.compiled.programs) == 2
     step.alpha = lambda calls: 0.3
@@ -621,7 +621,7 @@ class DistributedDataParallel(nn.Sequential):
     [
         (Replacing, "replaces a buffer by another tensor"),
         (Reading, "a value is read out of a tensor"),
-        (lambda: Redrawn(nn.Linear(6, 8), nn.Linear(8, 10)), "what an activation checkpoint recomputes draws random"),
+        (lambda: Redrawn(nn.Linear(6, 8), nn.Linear(8, 10)), "an activation checkpoint draws random"),
         (lambda: DistributedDataParallel(nn.Linear(6, 10)), "exchanges gradients between processes"),
     ],
 )

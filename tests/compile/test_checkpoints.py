@@ -47,7 +47,7 @@ def test_captured_steps_are_eager_steps(name, mode):
 def test_blocks_that_draw_random_numbers_run_eagerly():
     f, make = CASES[DRAWS]
     step = threepass.ThreePass(Model(f, make()).double(), F.cross_entropy, compile="trace")
-    with pytest.warns(threepass.UncompiledWarning, match="an activation checkpoint recomputes draws random numbers"):
+    with pytest.warns(threepass.UncompiledWarning, match="an activation checkpoint draws random numbers"):
         step(*batch())
 
 

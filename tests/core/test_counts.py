@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import threepass
-from threepass.tape.storages import StorageIndex
+from threepass.tape.storage_index import StorageIndex
 
 aten = torch.ops.aten
 

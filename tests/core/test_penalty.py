@@ -208,11 +208,11 @@ def test_a_penalty_gets_gradients_structured_as_the_result_gives_them():
 @pytest.mark.parametrize(
     ("wrt", "error", "message"),
     [
-        ("positions", ValueError, r"wrt names 'positions', which x does not have; it has: 'features', 'mask', 'scale'"),
+        ("positions", ValueError, r"wrt='positions' is not an entry of x; x has: 'features', 'mask', 'scale'"),
         ("scale", TypeError, r"wrt names x\['scale'\], which is a float: only floating-point tensors"),
-        ((), ValueError, "wrt must be the name of an entry"),
-        (("mask", "mask"), ValueError, "each once"),
-        (1.5, ValueError, "wrt must be the name of an entry"),
+        ((), ValueError, "wrt must be a key of the dict x"),
+        (("mask", "mask"), ValueError, "without duplicates"),
+        (1.5, ValueError, "wrt must be a key of the dict x"),
     ],
 )
 def test_bad_wrt(wrt, error, message):
@@ -249,13 +249,13 @@ METRIC = torch.ones(5, dtype=torch.float64, requires_grad=True)
     [
         ("l3", ValueError, 'penalty must be "l2", "l1", "norm" or a function'),
         (None, ValueError, "penalty must be"),
-        (lambda g: g.abs().sum(), ValueError, r"one number a sample, a tensor of shape \(8,\), got shape \(\)"),
+        (lambda g: g.abs().sum(), ValueError, r"one number per sample, a tensor of shape \(8,\), got shape \(\)"),
         (lambda g: g.abs(), ValueError, r"got shape \(8, 5\)"),
         (lambda g: 0.0, ValueError, "got float"),
         (lambda g: g.detach().abs().sum(1), ValueError, "not differentiable in g"),
         (lambda g: (g > 0).sum(1), ValueError, "not differentiable in g"),
         (lambda g: (g + 1j).sum(1), TypeError, "must return real numbers, got torch.complex128"),
-        (lambda g: (g * METRIC).sum(1), ValueError, r"penalty\(g\) reads 1 other tensor"),
+        (lambda g: (g * METRIC).sum(1), ValueError, r"penalty\(g\) depends on 1 tensor\(s\) other than g"),
         (mixing, ValueError, "penalty mixes samples"),
         (mixing_in_the_last, ValueError, "penalty mixes samples"),
         (inactive_for_the_first, ValueError, "penalty mixes samples"),
@@ -291,7 +291,7 @@ def test_norm_needs_samples_along_dimension_0():
     def loss_fn(output, y):
         return F.cross_entropy(output[None], y)
 
-    with pytest.raises(ValueError, match=r'penalty="norm".* 5 samples, but the input has shape \(15,\)'):
+    with pytest.raises(ValueError, match=r'penalty="norm".* \(5 samples\), but the input has shape \(15,\)'):
         threepass.three_pass(model, loss_fn, torch.arange(5), torch.tensor([1]), input_at="1", penalty="norm")
 
 

@@ -76,6 +76,4 @@ def test_a_step_without_a_compiler_frees_activations_itself():
 
 
 def test_in_a_compiled_step_the_compiler_frees_activations():
-    compiled = plan(Options(), compiled=True)
-    with tracing_for(True):
-        assert not compiled.frees_activations
+    assert not plan(Options(), compiled=True).frees_activations

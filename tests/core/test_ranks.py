@@ -588,5 +588,5 @@ def test_data_parallel_over_several_devices():
         1e-12,
     )
     model.device_ids = [0, 1]
-    with pytest.raises(NotImplementedError, match=r"use torch\.nn\.parallel\.DistributedDataParallel"):
+    with pytest.raises(NotImplementedError, match=r"Use torch\.nn\.parallel\.DistributedDataParallel"):
         threepass.three_pass(model, F.cross_entropy, x, y)

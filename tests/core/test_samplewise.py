@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import threepass
-from threepass.core import gradient_loss
+from threepass.core import gradient_loss, samplewise
+from threepass.rules.linearity import OPERATIONS
 
 BATCH = 4
 
@@ -90,6 +91,29 @@ def test_pooling(monkeypatch, name):
 @pytest.mark.parametrize("name", WITH)
 def test_curvature_and_mixed_samples_need_it(monkeypatch, name):
     assert takes_pass_4(monkeypatch, *net(WITH[name]))
+
+
+class mul(torch.autograd.Function):  # noqa: N801
+    """A square, under the name of another operation."""
+
+    @staticmethod
+    def forward(ctx, a):
+        ctx.save_for_backward(a)
+        return a * a
+
+    @staticmethod
+    def backward(ctx, d):
+        return 2 * d * ctx.saved_tensors[0]
+
+
+def test_an_operation_of_a_user_is_not_known_by_its_name(monkeypatch):
+    assert takes_pass_4(monkeypatch, *net(lambda s, z: mul.apply(z)))
+
+
+def test_every_operation_is_affine():
+    """All but products, which are affine in one factor."""
+    others = set(samplewise._TESTS) - samplewise.PRODUCTS
+    assert others <= set(OPERATIONS)
 
 
 def test_several_outputs_a_sample_need_it(monkeypatch):

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 import threepass
 from threepass.errors import LossReductionWarning
 from threepass.inspect import advise as advising
-from threepass.inspect.advise import starting_strength
+from threepass.inspect.advise import SMOOTH, starting_strength
+from threepass.rules.linearity import OPERATIONS
 
 X, Y = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3, 0, 1])
 
@@ -134,3 +135,7 @@ def test_a_token_model_with_its_input_inside():
     ids = torch.randint(0, 7, (5, 3))
     advice = threepass.advise(model, F.cross_entropy, {"input": ids}, torch.tensor([0, 1, 0, 1, 1]), input_at="0")
     assert advice.mode == "paper"
+
+
+def test_no_smooth_activation_is_affine():
+    assert {*SMOOTH}.isdisjoint(OPERATIONS)

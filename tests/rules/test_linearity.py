@@ -5,7 +5,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from threepass.rules.linearity import AFFINE, IN_BOTH, LINEAR, OPERATIONS, is_affine, is_linear
+from threepass.rules.linearity import (
+    AFFINE,
+    IN_BOTH,
+    LINEAR,
+    OPERATIONS,
+    PIECEWISE,
+    is_affine,
+    is_linear,
+    is_linear_in_both,
+    is_piecewise_linear,
+)
 from threepass.tape.record import Record
 
 INDEX = torch.tensor([[0, 2, 1, 1, 0, 3], [3, 1, 0, 2, 2, 1]])
@@ -144,14 +154,32 @@ def test_the_jacobian_is_piecewise_constant(name):
     assert has_constant_jacobian(call, shape)
 
 
-@pytest.mark.parametrize("name", [name for name, flags in OPERATIONS.items() if LINEAR in flags or IN_BOTH in flags])
-def test_nothing_is_added(name):
-    """u = J a."""
+def tangents_and_outputs(name, count: int) -> tuple[tuple[Tensor, ...], list[list[Tensor]]]:
+    """The outputs at `count` random arguments, and the tangents at the first of them along the last."""
     shape, call = CALLS[name]
     torch.manual_seed(0)
-    a = torch.randn(shape, dtype=torch.float64)
-    out, tangents = torch.autograd.functional.jvp(lambda a: tuple(outputs(call, a)), a, a)
-    torch.testing.assert_close(tangents, out)
+    given = torch.randn((count, *shape), dtype=torch.float64)
+    _, tangents = torch.autograd.functional.jvp(lambda a: tuple(outputs(call, a)), given[0], given[-1])
+    return tangents, [outputs(call, a) for a in given]
+
+
+def with_flag(flag) -> list[str]:
+    return [name for name, flags in OPERATIONS.items() if flag in flags]
+
+
+@pytest.mark.parametrize("name", [*with_flag(PIECEWISE), *with_flag(IN_BOTH)])
+def test_nothing_is_added(name):
+    """u = J a, where J may be that of the piece."""
+    tangents, (u,) = tangents_and_outputs(name, 1)
+    torch.testing.assert_close(list(tangents), u)
+
+
+@pytest.mark.parametrize("name", with_flag(PIECEWISE))
+def test_linear_operations_are_their_own_tangents(name):
+    """Of those that are linear on pieces alone, the tangent is another function: J is that of a, not of t."""
+    tangents, (_, of_tangent) = tangents_and_outputs(name, 2)
+    is_own = all(torch.allclose(t, u, rtol=1e-12) for t, u in zip(tangents, of_tangent, strict=True))
+    assert is_own is (LINEAR in OPERATIONS[name])
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -177,13 +205,18 @@ def test_what_is_affine_and_what_is_linear():
     assert is_affine(Tensor.add_)
     assert not is_affine(torch.mul)
     assert not is_affine(torch.sigmoid)
-    assert is_linear(torch.relu, [a], [0])
-    assert not is_linear(torch.clamp, [a, 0, 1], [0])
-    assert is_linear(torch.add, [a, b], [0, 1])
-    assert not is_linear(torch.add, [a, b], [0])  # b is a constant
-    assert not is_linear(torch.add, [a, 1.0], [0])
-    assert not is_linear(torch.cat, [a, b], [0])
-    assert AFFINE in LINEAR
+    assert is_piecewise_linear(torch.relu, [a], [0])
+    assert not is_piecewise_linear(torch.clamp, [a, 0, 1], [0])
+    assert is_piecewise_linear(torch.add, [a, b], [0, 1])
+    assert not is_piecewise_linear(torch.add, [a, b], [0])  # b is a constant
+    assert not is_piecewise_linear(torch.add, [a, 1.0], [0])
+    assert not is_piecewise_linear(torch.cat, [a, b], [0])
+    assert is_linear(torch.flatten)
+    assert not is_linear(torch.relu)
+    assert is_linear_in_both(torch.sub)
+    assert not is_linear_in_both(torch.mul)
+    assert AFFINE in PIECEWISE
+    assert PIECEWISE in LINEAR
     assert AFFINE in IN_BOTH
 
 
@@ -192,3 +225,4 @@ def test_an_operation_of_somebodys_own_is_not_known_by_its_name():
         pass
 
     assert not is_affine(relu.apply)
+    assert not is_linear(relu.apply)

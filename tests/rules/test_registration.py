@@ -152,10 +152,10 @@ def test_a_rule_names_its_operation():
 
 
 def test_wrong_options_are_refused():
-    with pytest.raises(ValueError, match=r'reads is "a" \(the arguments\) or "u" \(the output\), not \'output\''):
+    with pytest.raises(ValueError, match=r'reads must be "a" \(the arguments\) or "u" \(the output\), got \'output\''):
         threepass.rule(torch.erf, reads="output")
     for arity in (0, "two", None):
-        with pytest.raises(ValueError, match=r"arity is the number of arguments .* at least 1, not"):
+        with pytest.raises(ValueError, match=r"arity must be a positive integer .*, got"):
             threepass.rule(torch.erf, arity=arity)
 
 

@@ -64,7 +64,7 @@ def three_pass_call(model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], opt
     third = third and (options.third > 0 or options.separate)
 
     def passes(x: Any, y: Any, weights: tuple[Tensor, Tensor], seed: Tensor) -> Result:
-        return engine.run(Task(model, loss_fn, x, y), options, third=third, weights=weights, seed=seed)
+        return engine.run(Task(model, loss_fn, x, y), options, runs_third_pass=third, weights=weights, seed=seed)
 
     kind = (
         options.mode, options.scale(2), options.input_at, options.wrt, options.batch_size, options.separate,

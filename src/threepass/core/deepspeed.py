@@ -1,12 +1,13 @@
 """Engines of DeepSpeed: the three passes as a loss, for `engine.backward(loss)` and `engine.step()`.
 
-An engine's forward runs the model under the autocast of its configuration, and puts hooks on what the model returns, by
-which its reducer notices a backward pass. Pass 2 is not the one that it waits for: so all passes run inside of its
-forward, and what the engine gets is the loss, whose backward pass gives the parameters their gradients. Hooks that it
-has on the model (timers, casts of the inputs) run around them, not inside of what is recorded or captured.
+An engine's forward runs the model under the autocast of the engine's configuration, and registers hooks on the output,
+which tell the engine's gradient reducer that a backward pass begins. Pass 2 must not trigger them. Therefore all three
+passes run inside the engine's forward, whose output is then the loss: the backward pass of this loss gives the
+parameters their gradients and triggers the reducer. The engine's hooks on the model (timers, casts of the inputs) run
+around the passes, and are neither recorded nor captured.
 
 ZeRO stages 0, 1 and 2 keep whole parameters. Stage 3 gathers the parameters of a layer in the layer's own forward and
-backward and frees them again, so that pass 3 would find none.
+backward and frees them again, so that they are missing in pass 3.
 """
 
 import contextlib

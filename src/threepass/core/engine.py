@@ -4,8 +4,8 @@
     pass 2   backward        d = dl/du, to dl/dx           one `autograd.grad`, without weight gradients
     pass 3   forward again   t_0 = c dl_i/dx_i, t -> J t   operation by operation along the tape (`rules/`)
 
-At every weight, as soon as its t is known, one product gives the gradients of l and of l_x, with their weights:
-d (x) (alpha a + (1 - alpha) t). `plan.py` lists the other ways to combine them.
+As soon as pass 3 knows t at a weight, one product gives both terms of the weight's gradient:
+d (x) (alpha a + (1 - alpha) t). `plan.py` lists the other ways to combine the terms.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedError
-from ..numerics.precision import accumulate_dtype, seed_op, start
+from ..numerics.precision import accumulate_dtype, initial_tangents, seed_op
 from ..tape.checkpointed import BlockError
 from ..tape.inputs import call_model, is_float, module_output_as_input, tracking_module_paths
 from ..tape.intercept import intercepting_functions
@@ -27,12 +27,12 @@ from ..tape.operation import Operation
 from ..tape.record import Record
 from ..tape.signals import ActivationMeta
 from ..tape.state import autograd_enabled, unchanged_on_error, without_garbage_collection
-from .exact import backward_again
+from .exact import Propagated, backward_again
 from .gradients import Gradients
 from .options import ALPHA, InputOptions, Options, check_loss, check_model, check_weights, check_x, own_loss
 from .penalty import Penalty, evaluate
 from .plan import Operand, Plan, Scale, make_plan
-from .propagation import BlockPropagation, Errors, Propagation, check_hooks, errors_from, propagate, raise_problems
+from .propagation import Errors, check_hooks, errors_from, propagate, raise_problems
 from .sharded import is_fully_sharded
 from .warn import warn_of_norms, warn_of_other_leaves
 from .wrt import Wrt, leaves_of, like_inputs, map_inputs, map_leaves, without_other_leaves
@@ -117,7 +117,7 @@ def three_pass(
         separate: also give both terms, unweighted, as `backprop_grads` and `third_grads`.
         penalty: the input loss of a sample, a function of its gradient g_i = dl_i/dx_i: "l2", 1/2 |g_i|^2; "l1",
             sum |g_i|; "norm", |g_i|; or a callable that takes the g_i of all samples, structured like r.input_grad,
-            and returns one number a sample. With reduction="batch" its mean over the samples is divided by B.
+            and returns one number per sample. With reduction="batch" its mean over the samples is divided by B.
         wrt: the entry of a dict x (its name), or of a tuple x (its index), that counts as the input, or several of
             them in a tuple; default: all floating-point tensors of x. Gradients are then a tensor, or a dict.
     """
@@ -130,12 +130,12 @@ def run(
     task: Task,
     options: Options,
     *,
-    third: bool = True,
+    runs_third_pass: bool = True,
     warn: bool = True,
     weights: tuple[Tensor, Tensor] | None = None,
     seed: Tensor | None = None,
 ) -> Result:
-    """`three_pass` with its arguments in two objects; third=False skips pass 3, warn=False is for measurements.
+    """`three_pass` with its arguments in two objects; warn=False is for measurements.
 
     weights: in a compiled step, the terms' weights (back, third) as tensors, so that they can change from call to call;
     the gradients then have the parameters' own dtypes. seed: with weights, an int32 scalar on the model's device, the
@@ -145,67 +145,67 @@ def run(
         seed = torch.zeros((), dtype=torch.int32, device=weights[0].device) if seed is None else seed_op(seed)
     if isinstance(task.x, Mapping):
         task = task._replace(x=dict(task.x))
-    step = _Step(task, options, third and options.has_third_term, warn, weights, seed)
+    request = _Request(task, options, runs_third_pass and options.has_third_term, warn, weights, seed)
     with without_garbage_collection():
         try:
-            return _three_passes(step, module_paths=False, blocks=_has_blocks(step))
+            return _three_passes(request, module_paths=False, blocks=_has_blocks(request))
         except BlockError:
-            return _three_passes(step, module_paths=False, blocks=False)
+            return _three_passes(request, module_paths=False, blocks=False)
         except UnsupportedError:  # fails again, with the names of the modules
-            return _three_passes(step, module_paths=True, blocks=False)
+            return _three_passes(request, module_paths=True, blocks=False)
 
 
-class _Step(NamedTuple):
-    """The arguments of `run`; third: whether there is a third pass."""
+class _Request(NamedTuple):
+    """The arguments of `run`; runs_third_pass: also False where the third pass has no weight."""
 
     task: Task
     options: Options
-    third: bool
+    runs_third_pass: bool
     warn: bool
     weights: tuple[Tensor, Tensor] | None
     seed: Tensor | None
 
 
-def _has_blocks(step: _Step) -> bool:
+def _has_blocks(request: _Request) -> bool:
     """Whether checkpointed blocks are recorded as one operation each."""
-    return not is_fully_sharded(step.task.model)
+    return not is_fully_sharded(request.task.model)
 
 
-def _three_passes(step: _Step, module_paths: bool, blocks: bool) -> Result:
-    model, options = step.task.model, step.options
+def _three_passes(request: _Request, module_paths: bool, blocks: bool) -> Result:
+    model, options = request.task.model, request.options
     parameters = check_model(model)
-    samples = check_x(step.task.x, options)
-    inputs = without_other_leaves(step.task.x, options.wrt, parameters)
-    step = step._replace(task=step.task._replace(x=inputs))
+    samples = check_x(request.task.x, options)
+    inputs = without_other_leaves(request.task.x, options.wrt, parameters)
+    request = request._replace(task=request.task._replace(x=inputs))
     with autograd_enabled(), unchanged_on_error(model):
         # Pass 1: l = loss(w(x), y). The tape records every operation that depends on the input. The options and the
         # tape then decide how the gradients of passes 2 and 3 are combined.
         tape = Record(next(iter(parameters.values())).device.type, module_paths, blocks)
-        output, loss = forward(step.task, tape, options)
-        tape.prune([tape.meta_of(loss)] if options.exact and step.third else [])
+        output, loss = forward(request.task, tape, options)
+        tape.prune([tape.meta_of(loss)] if options.exact and request.runs_third_pass else [])
         with torch.no_grad():
-            plan = make_plan(tape, options, samples, step.third, step.weights)
+            plan = make_plan(tape, options, samples, request.runs_third_pass, request.weights)
 
         # Pass 2: backward, to dl/dx and to the error d of every operation with weights; l_x is a function of dl/dx.
         # The gradient of l by a weight, d (x) a, is not taken yet.
         dx, errors = backward(tape, plan, loss)
-        input_loss, slopes = _input_loss(dx, plan, step, tape, samples)
-        if options.exact:
+        input_loss, penalty_grads = _input_loss(dx, plan, request, tape, samples)
+        if options.exact:  # in calls without a third pass too, so that `every` changes nothing about what is refused
             check_hooks(tape, 'use mode="paper", or remove the hook')
 
         # Pass 3: forward again, from t_0 = dl_x/dg_i with g_i = dl_i/dx_i, t -> J t. As soon as t is known at a weight,
         # the gradient of l_x, d (x) t, is taken, together with that of l. Exact mode adds R{d} (x) a in one more
         # backward pass.
-        if step.warn and step.third and not options.exact:
+        if request.warn and request.runs_third_pass and not plan.exact:
             warn_of_norms(model, tape.operations)
-        t_0, third_scale = _start(plan, dx, slopes, options.part(samples), tape)
-        gradients = Gradients(plan, third_scale, step.seed)
+        t_0, third_scale = _initial_tangents(plan, dx, penalty_grads, options.part(samples), tape)
+        gradients = Gradients(plan, third_scale, request.seed)
         with torch.no_grad():
             steps = forward_again(tape, dx, t_0, errors, gradients)
             if plan.exact:
                 backward_again(tape, steps, _start_of_backward(tape, plan, loss), gradients)
         raise_problems(tape)
-        if step.warn:
+        if request.warn:
             warn_of_other_leaves(model, gradients.count_other_leaves(parameters, tape.sources()))
         grads, backprop_grads, third_grads = gradients.finish(parameters)
 
@@ -213,7 +213,7 @@ def _three_passes(step: _Step, module_paths: bool, blocks: bool) -> Result:
         output=map_leaves(lambda z: z.detach() if isinstance(z, Tensor) else z, output),
         loss=loss.detach(),
         input_loss=input_loss,
-        input_grad=_input_grad(dx, plan, step, tape),
+        input_grad=_input_grad(dx, plan, request, tape),
         grads=grads,
         backprop_grads=backprop_grads,
         third_grads=third_grads,
@@ -225,7 +225,7 @@ def forward(
 ) -> tuple[Any, Tensor]:
     """Pass 1: the model and the loss, once, as the user wrote them."""
     model, input_at = task.model, options.input_at
-    x, y = map_leaves(_usable, task.x), map_leaves(_usable, task.y)
+    x, y = map_leaves(_normal_tensor, task.x), map_leaves(_normal_tensor, task.y)
     with contextlib.ExitStack() as stack:
         if tape.module_paths:
             stack.enter_context(tracking_module_paths(model, tape))
@@ -264,7 +264,7 @@ def backward(tape: Record, plan: Plan, loss: Tensor) -> tuple[list[Tensor], dict
 
 def forward_again(
     tape: Record, dx: list[Tensor], t_0: list[Tensor], errors: dict[Operation, Errors], gradients: Gradients
-) -> "list[Propagation | BlockPropagation]":
+) -> list[Propagated]:
     """Pass 3: the tangent t or the mix, operation by operation, and the weights' gradients. Consumes tape and errors.
 
     Without t_0: the gradients of pass 2 alone. For exact mode, returns what its backward pass needs, by operation.
@@ -279,20 +279,22 @@ def forward_again(
     return propagate(tape, signals, errors, gradients, keep=plan.exact)
 
 
-def _start(
-    plan: Plan, dx: list[Tensor], slopes: list[Tensor] | None, batch: float, tape: Record
+def _initial_tangents(
+    plan: Plan, dx: list[Tensor], penalty_grads: list[Tensor] | None, batch: float, tape: Record
 ) -> tuple[list[Tensor], Scale]:
     """t_0, and what the third pass's gradients are to be multiplied by to undo the scales of t_0 and d.
 
-    slopes: the derivative of the penalty at each dl_i/dx_i; None: it is dl_i/dx_i itself.
+    penalty_grads: the derivative of the penalty at each dl_i/dx_i; None: it is dl_i/dx_i itself.
     """
     if plan.case.carried is None:
         return [], 1.0
     scale = plan.tangent_scale * plan.third if plan.case.backprop_in_last_pass else plan.tangent_scale
-    over_ranks = tape.over_ranks() if plan.half else None
-    if slopes is None:
-        return start(dx, scale, plan.error_scale, plan.half, over_ranks)
-    t_0, third_scale = start(slopes, scale * plan.error_scale / batch, plan.error_scale, plan.half, over_ranks)
+    max_over_ranks = tape.max_over_ranks() if plan.half else None
+    if penalty_grads is None:
+        return initial_tangents(dx, scale, plan.error_scale, plan.half, max_over_ranks)
+    t_0, third_scale = initial_tangents(
+        penalty_grads, scale * plan.error_scale / batch, plan.error_scale, plan.half, max_over_ranks
+    )
     return [t.to(g.dtype) for t, g in zip(t_0, dx, strict=True)], third_scale
 
 
@@ -308,13 +310,13 @@ def _times_ones(scale: Scale, z: Tensor) -> Tensor:
 
 
 def _input_loss(
-    dx: list[Tensor], plan: Plan, step: _Step, tape: Record, samples: int
+    dx: list[Tensor], plan: Plan, request: _Request, tape: Record, samples: int
 ) -> tuple[Tensor, list[Tensor] | None]:
     """The mean of the penalty over the samples, and its derivative at each dl_i/dx_i, unless that is dl_i/dx_i itself.
 
     dl_i/dx_i is the batch's size times the rows of dl/dx, without the errors' scale.
     """
-    batch, penalty = step.options.part(samples), step.options.penalty
+    batch, penalty = request.options.part(samples), request.options.penalty
     wide = [g.to(accumulate_dtype(g.dtype)) for g in dx]
     if penalty == "l2":
         has_scale = isinstance(plan.error_scale, Tensor) or plan.error_scale != 1
@@ -322,16 +324,16 @@ def _input_loss(
         total = squares[0] if len(squares) == 1 else torch.stack(squares).sum()
         return total * (0.5 * batch**2 / samples), None
     per_sample = [g * (batch / plan.error_scale) for g in wide]
-    return evaluate(penalty, per_sample, samples, partial(like_x, step.task.x, step.options, tape))
+    return evaluate(penalty, per_sample, samples, partial(like_x, request.task.x, request.options, tape))
 
 
-def _input_grad(dx: list[Tensor], plan: Plan, step: _Step, tape: Record) -> Any:
+def _input_grad(dx: list[Tensor], plan: Plan, request: _Request, tape: Record) -> Any:
     """dl/dx without the errors' scale, structured like x; of an input inside the model, a tensor or a tuple."""
-    ranks = step.options.ranks
+    ranks = request.options.ranks
     scale = plan.error_scale if ranks == 1 else plan.error_scale * ranks  # of all ranks' loss, not of this rank's
     if isinstance(scale, Tensor) or scale != 1:
         dx = [g / scale for g in dx]
-    return like_x(step.task.x, step.options, tape, dx)
+    return like_x(request.task.x, request.options, tape, dx)
 
 
 def like_x(x: Any, options: InputOptions, tape: Record, tensors: list[Tensor]) -> Any:
@@ -341,6 +343,6 @@ def like_x(x: Any, options: InputOptions, tape: Record, tensors: list[Tensor]) -
     return like_inputs(x, options.wrt, tensors)
 
 
-def _usable(z: Any) -> Any:
-    """A tensor created under inference_mode cannot be used in a backward pass; a copy of it can."""
+def _normal_tensor(z: Any) -> Any:
+    """A copy of an inference tensor, which a backward pass cannot use; other objects as they are."""
     return z.clone() if isinstance(z, Tensor) and z.is_inference() else z

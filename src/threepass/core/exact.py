@@ -17,17 +17,30 @@ A convolution takes six units: forward, error, tangent, R{d}, and two products f
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 from torch import Tensor
 
+from ..tape.operation import Operation
 from ..tape.record import Record
 from ..tape.signals import ActivationMeta
 from .gradients import Gradients
 
 
+class Propagated(Protocol):
+    """What pass 3 keeps of an operation for this backward pass (`propagation.py`)."""
+
+    @property
+    def op(self) -> Operation: ...
+    @property
+    def d(self) -> Sequence[Tensor | None]: ...
+
+    def pull(self, r: list[Tensor | None], gradients: Gradients, wanted: bool) -> list[Tensor | None]:
+        """R{d} of the active arguments from r, that of the outputs, if it is wanted; adds products to the gradients."""
+
+
 def backward_again(
-    tape: Record, steps: list[Any], start: Sequence[tuple[ActivationMeta, Tensor]], gradients: Gradients
+    tape: Record, steps: list[Propagated], start: Sequence[tuple[ActivationMeta, Tensor]], gradients: Gradients
 ) -> list[Tensor | None]:
     """Propagates R{d} backward and adds its products to the gradients; returns R{d} of the inputs.
 
@@ -49,7 +62,7 @@ def backward_again(
                 if s is not None:
                     signals.add(z, s)
         except Exception as error:
-            tape.note(step.op, error)
+            tape.record_error(step.op, error)
     for source, _, z in tape.inputs:
         if source.requires_grad:
             gradients.add(source, None, signals.get(z))

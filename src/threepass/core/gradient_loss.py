@@ -33,12 +33,12 @@ from ..tape.record import Record
 from ..tape.signals import ActivationMeta
 from ..tape.state import autograd_enabled, unchanged_on_error
 from .engine import Task, backward, forward, forward_again, like_x
-from .exact import backward_again
+from .exact import Propagated, backward_again
 from .gradients import Gradients
 from .options import check_input_options, check_loss, check_model, check_tensors
 from .penalty import check_finite
 from .plan import joint_plan
-from .propagation import check_hooks, raise_problems
+from .propagation import Propagation, check_hooks, raise_problems
 from .samplewise import is_samplewise, samplewise_plan
 from .warn import warn_of_other_leaves
 from .wrt import Wrt, as_wrt, without_other_leaves
@@ -148,7 +148,7 @@ def run(task: Task, options: GradientOptions, *, warn: bool = True, seed: Tensor
     """`gradient_step` with its arguments in two objects.
 
     seed: in a compiled step, an int32 scalar that random rounding is made from; the gradients then are in the
-    parameters' own formats.
+    parameters' own dtypes.
     """
     seed = None if seed is None else seed_op(seed)
     if isinstance(task.x, Mapping):
@@ -183,7 +183,7 @@ def _passes(task: Task, options: GradientOptions, warn: bool, seed, module_paths
         size = loss.scale_down(tape) if tape.half else 1.0
 
         # Pass 3: forward again, from t_0. Pass 4: backward again, from e.
-        if samplewise and loss.e:
+        if samplewise and loss.e:  # a loss of g alone keeps the joint plan, whose pass 4 has nothing to propagate
             plan = samplewise_plan(plan, loss.e[0][1])
         gradients = [Gradients(plan, 1.0, seed) for _ in range(2 if options.separate else 1)]
         first, last = gradients[0], gradients[-1]
@@ -216,10 +216,11 @@ def _active(tape: Record, *results: Any) -> list[ActivationMeta]:
     return [tape.meta_of(z) for z in tree_leaves(results) if isinstance(z, Tensor) and tape.is_active(z)]
 
 
-def _backward_from_zero(tape: Record, steps: list[Any], gradients: Gradients) -> None:
+def _backward_from_zero(tape: Record, steps: list[Propagated], gradients: Gradients) -> None:
     """Pass 4 without the term through the output; the steps stay for another pass 4."""
     backward_again(tape, list(steps), [], gradients)
     for step in steps:
+        assert isinstance(step, Propagation)  # this tape records no blocks
         step.free_signals()
 
 
@@ -234,10 +235,10 @@ class DifferentiatedLoss:
     other_leaves: int  # other tensors that require grad
 
     def scale_down(self, tape: Record) -> Tensor:
-        """Divides the derivatives by a power of two near the largest one, for half formats; returns it."""
-        found = [*self.t_0, *(e for _, e in (*self.e, *self.direct))]
-        largest, over_ranks = torch.stack([z.abs().max().float() for z in found]).max(), tape.over_ranks()
-        size = power_of_two(largest if over_ranks is None else over_ranks(largest))
+        """Divides the derivatives by a power of two near the largest one, for half precision; returns it."""
+        derivatives = [*self.t_0, *(e for _, e in (*self.e, *self.direct))]
+        largest, max_over_ranks = torch.stack([z.abs().max().float() for z in derivatives]).max(), tape.max_over_ranks()
+        size = power_of_two(largest if max_over_ranks is None else max_over_ranks(largest))
         self.t_0 = [(t.float() / size).to(t.dtype) for t in self.t_0]
         self.e, self.direct = ([(z, (e.float() / size).to(e.dtype)) for z, e in each] for each in (self.e, self.direct))
         return size
@@ -278,9 +279,9 @@ def differentiate(
         )
     named = {id(p) for p in task.model.parameters()}
     parameters = [leaf for leaf in leaves if id(leaf) in named]
-    slopes = torch.autograd.grad(loss, [*own, *parameters], allow_unused=True)
-    e, direct = slopes[: len(outputs)], slopes[len(own) :]
-    t_0 = [torch.zeros_like(z) if t is None else t for t, z in zip(slopes[len(outputs) : len(own)], at, strict=True)]
+    grads = torch.autograd.grad(loss, [*own, *parameters], allow_unused=True)
+    e, direct = grads[: len(outputs)], grads[len(own) :]
+    t_0 = [torch.zeros_like(z) if t is None else t for t, z in zip(grads[len(outputs) : len(own)], at, strict=True)]
     check_finite("loss_fn(output, g, y)", "g", t_0, at)
     return DifferentiatedLoss(
         loss,
@@ -304,9 +305,9 @@ class _SecondOrderOnly(TorchFunctionMode):
             outputs, inputs = (*args, *kwargs.values())[0], args[1] if len(args) > 1 else kwargs.get("inputs")
             if any(map(self._depends, _tensors(outputs))) and not all(map(self._depends, _tensors(inputs))):
                 raise NotImplementedError(
-                    "loss_fn differentiates g or the output again, which needs third derivatives of the model (a "
-                    "Laplacian, say): gradient_step computes second derivatives. Compute such a term by "
-                    "torch.autograd.grad with create_graph=True, or torch.func, and add its gradients to these"
+                    "loss_fn differentiates g or the output again (a Laplacian, say), which needs third derivatives of "
+                    "the model; gradient_step supports second derivatives only. Compute that term separately with "
+                    "torch.autograd.grad(create_graph=True) or torch.func, and add its gradients to p.grad"
                 )
         return func(*args, **kwargs)
 
@@ -321,17 +322,17 @@ def _tensors(given: Any) -> list[Tensor]:
 def _summed(output: Any) -> Tensor:
     if not isinstance(output, Tensor):
         raise TypeError(
-            f"the model returns a {type(output).__name__}: give value_fn, the scalar of it that is differentiated, as "
-            "in value_fn=lambda output: output['energy'].sum()"
+            f"the model returns a {type(output).__name__}, not a tensor: pass value_fn, which computes the scalar to "
+            "differentiate, as in value_fn=lambda output: output['energy'].sum()"
         )
     return output.sum()
 
 
 def _check_value(value: Any) -> None:
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
-        found = f"a tensor of {value.dtype}, shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+        actual = f"a tensor of {value.dtype}, shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
         raise ValueError(
-            f"value_fn must return a floating-point scalar (g is its gradient), got {found}: sum over the samples, as "
+            f"value_fn must return a floating-point scalar (g is its gradient), got {actual}: sum over the samples, as "
             "in value_fn=lambda output: output.sum()"
         )
 

@@ -154,7 +154,7 @@ class Gradients:
         parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         dense = self.plan.has_dense_terms
         terms = {operand: _by_name(parameters, term, dense) for operand, term in self.products.items()}
-        grads = self._sum(parameters, terms, self._scales(), own_format=self.plan.compiled)
+        grads = self._sum(parameters, terms, self._scales(), own_dtype=self.plan.compiled)
         if not self.plan.separate:
             return grads, None, None
         unscale = {Operand.A: self._error_scale, Operand.T: self.third_scale}
@@ -169,16 +169,16 @@ class Gradients:
         parameters: Parameters,
         terms: dict[Operand, ByName],
         scales: Mapping[Operand, Scale],
-        own_format: bool = False,
+        own_dtype: bool = False,
     ) -> ByName:
         """The sum of every parameter's terms, each times its scale.
 
-        Parameters of the same format that have the same terms are summed together.
+        Parameters of the same dtype that have the same terms are summed together.
         """
         groups: dict[tuple[tuple[Operand, ...], torch.dtype], list[str]] = {}
         for name, p in parameters.items():
             if present := tuple(operand for operand, term in terms.items() if name in term):
-                groups.setdefault((present, p.dtype if own_format else accumulate_dtype(p.dtype)), []).append(name)
+                groups.setdefault((present, p.dtype if own_dtype else accumulate_dtype(p.dtype)), []).append(name)
         sums: ByName = {}
         for (present, dtype), names in groups.items():
             weights = [scales[operand] for operand in present]

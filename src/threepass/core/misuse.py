@@ -14,11 +14,11 @@ from .warn import warn_once
 
 FAR = -1e4  # additive masks have this value or less at masked positions
 SEQUENCES = (nn.RNNBase, nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder)
-PER_STEP = (nn.Linear, nn.Embedding, nn.Dropout, nn.LayerNorm)  # layers that keep dimensions 0 and 1 as they are
+PER_STEP = (nn.Linear, nn.Embedding, nn.Dropout, nn.LayerNorm)  # do not mix or move dimensions 0 and 1
 
 
 class AccumulationWatch:
-    """Notices updates by the gradients of several calls. Looks at one parameter's version counters, not at values."""
+    """Detects weight updates that use the gradients of several calls, by the version counters of one parameter."""
 
     def __init__(self) -> None:
         self.calls = 0  # whose gradients lie in p.grad
@@ -33,7 +33,7 @@ class AccumulationWatch:
         updated = before is not None and (now is None or now[0] != before[0])
         if updated and accumulated > 1 and not self._has_warned:
             self._has_warned = True
-            _warn_of_accumulation(accumulated, "the update uses the sum of their gradients instead of the mean, and ")
+            _warn_of_accumulation(accumulated, "The update uses the sum of their gradients instead of the mean. ")
 
     def after_call(self, parameters: Iterable[nn.Parameter]) -> None:
         self._after = self._versions(parameters)
@@ -47,7 +47,7 @@ class AccumulationWatch:
 
 
 class BackwardWatch:
-    """Notices updates by the gradients of several losses, in loops that call `backward()` themselves."""
+    """Detects weight updates that use the gradients of several losses, in loops that call `backward()` themselves."""
 
     def __init__(self) -> None:
         self.losses = 0  # whose gradients lie in p.grad
@@ -82,9 +82,9 @@ def _trained(parameters: Iterable[nn.Parameter]) -> nn.Parameter | None:
 
 def _warn_of_accumulation(calls: int, effect: str = "") -> None:
     warn_caller(
-        f"the gradients of {calls} calls were accumulated for one update without batch_size=, so each call was treated "
-        f"as a whole batch: {effect}with alpha= the third pass's gradient is weighted for the size of one call's "
-        f"batch. Pass batch_size=, the number of samples in all {calls} calls together",
+        f"the gradients of {calls} calls were accumulated into one update, but batch_size= was not given, so each call "
+        f"was treated as a whole batch. {effect}With alpha=, the third pass is then weighted for a batch as small as "
+        f"one call's. Pass batch_size=, the number of samples in all {calls} calls together",
         AccumulationWarning,
     )
 
@@ -146,9 +146,10 @@ def _is_mask(name: Any, z: Tensor) -> bool:
 
 
 def warn_of_samples_along_dimension_1(model: nn.Module, x: Any, y: Any) -> None:
-    """Warns if sequences come with the samples along dimension 1, as for nn.LSTM without batch_first.
+    """Warns if x is a batch of sequences whose dimension 1 is the batch, as for nn.LSTM without batch_first.
 
-    It is seen by the number of targets, or by a model that begins with such a module, where x is one tensor.
+    It does if there are as many targets as dimension 1 has entries, or if the model begins with such a module. Checks
+    only an x that is one tensor.
     """
     first, *others = tree_leaves(dict(x) if isinstance(x, Mapping) else x)
     if others or first.dim() != (3 if first.is_floating_point() else 2):
@@ -158,9 +159,10 @@ def warn_of_samples_along_dimension_1(model: nn.Module, x: Any, y: Any) -> None:
     if length != samples and (by_targets or _is_sequence_first(model)):
         warn_once(
             model,
-            f"x has shape {tuple(first.shape)}, and its {samples} samples seem to lie along dimension 1. They are "
-            f"counted along dimension 0, so that strength and the input loss are {length / samples:.3g} times as "
-            "large. Pass x with samples first: use batch_first=True, or transpose x in the model's forward",
+            f"x has shape {tuple(first.shape)}, and dimension 1 seems to be the batch dimension ({samples} samples). "
+            "Dimension 0 is taken as the batch dimension, so the effective strength and the input loss are "
+            f"{length / samples:.3g} times as large. Pass x with samples first: use batch_first=True, or transpose x "
+            "in the model's forward",
             BatchDimensionWarning,
         )
 

@@ -18,13 +18,13 @@ from .wrt import Wrt, as_wrt, check_wrt, inputs_of, leaves_of
 # tells the two apart. It is computed, because equal literals may be one object.
 ALPHA = float("0.1")
 NOT_BOTH = (
-    "give strength, or alpha, not both: strength replaces alpha and reduction. Leave out alpha to weight "
-    "the third pass by strength, with backpropagation's weight 1; leave out strength for the paper's alpha"
+    "pass either strength or alpha, not both: strength=s is backpropagation + s * third pass; alpha=a is "
+    "a * backpropagation + (1 - a) * third pass"
 )
 
 
 class InputOptions(Protocol):
-    """The options that say what counts as the input of the net."""
+    """The options that determine which tensors are the input of the net."""
 
     @property
     def input_at(self) -> str | None: ...
@@ -39,8 +39,8 @@ class Options:
     back, third  the weights of backpropagation and of the third pass in the gradients
     ranks        the number of processes over which the gradients will be averaged (`ranks.py`): each rank computes
                  `ranks` times its part of the whole batch's gradient
-    part(n)      the size of the batch in whose mean loss the n samples of this call are counted
-    scale(part)  t_0 is this times dl/dx, where l is that mean loss
+    part(n)      the batch size over which the mean loss l is taken, where this call has n samples
+    scale(part)  the factor c in t_0 = c dl/dx
     """
 
     alpha: float = ALPHA
@@ -73,7 +73,7 @@ class Options:
         check_input_options(self.wrt, self.input_at)
         size = self.batch_size
         if size is not None and (not isinstance(size, Integral) or isinstance(size, bool) or size < 1):
-            raise ValueError(f"batch_size must be a positive whole number, got {size!r}")
+            raise ValueError(f"batch_size must be a positive integer, got {size!r}")
 
     @property
     def back(self) -> float:
@@ -107,7 +107,7 @@ class Options:
 
 
 def check_weights(alpha: Any, strength: Any) -> None:
-    """Raises an error for a strength beside an alpha that the user gave, of whatever value."""
+    """Raises an error if strength is given together with alpha, even an alpha that equals the default."""
     if strength is not None and alpha is not ALPHA:
         raise ValueError(NOT_BOTH)
 
@@ -136,7 +136,7 @@ def check_model(model: Any) -> dict[str, nn.Parameter]:
 
 
 def check_roles(model: Any, loss_fn: Any) -> None:
-    """Raises an error if the model and the loss are not what they should be, or in the other's place."""
+    """Raises an error if the model is not a module, if loss_fn cannot be called, or if the two are swapped."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}: the model comes first")
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
@@ -145,7 +145,10 @@ def check_roles(model: Any, loss_fn: Any) -> None:
         raise TypeError(f"loss_fn must be a function of the output and y, got {type(loss_fn).__name__}")
     swapped = isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters())
     if swapped and not any(True for _ in model.parameters()):
-        raise TypeError(f"the model, {type(model).__name__}, has no parameters and loss_fn has: the model comes first")
+        raise TypeError(
+            f"the model ({type(model).__name__}) has no parameters, but loss_fn has: the arguments seem to be swapped; "
+            "the model comes first"
+        )
 
 
 def check_input_options(wrt: Wrt, input_at: str | None) -> None:
@@ -187,8 +190,9 @@ def own_loss(output: Any, y: Any) -> Any:
         loss = output[0]
     if loss is None:
         raise ValueError(
-            f"loss_fn=None takes the model's own loss, but its output, a {type(output).__name__}, has none: pass a "
-            "loss_fn, or pass in x what the model needs to compute a loss (labels, for models of transformers)"
+            f"loss_fn=None uses the loss that the model returns, but its output ({type(output).__name__}) contains "
+            "none: pass a loss_fn, or add to x what the model needs to compute its loss (labels, for Hugging Face "
+            "models)"
         )
     return loss
 

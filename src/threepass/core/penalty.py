@@ -3,7 +3,7 @@
     "l2"       1/2 |g_i|^2        t_0 = g_i
     "l1"       sum |g_i|          t_0 = sign(g_i)
     "norm"     |g_i|              t_0 = g_i / |g_i|, and 0 where g_i is 0
-    callable   one number a sample, by autograd
+    callable   one number per sample, by autograd
 
 Pass 3 starts from t_0 = d penalty(g_i) / dg_i in place of g_i; everything after that is the same, because the gradient
 of the penalty is d/dw < t_0 , dl/dx > with t_0 held fixed.
@@ -49,8 +49,8 @@ def evaluate(
             _check_leaves(values, leaves)
             _check_samples(penalty, values, leaves)
             total = values.sum()
-        slopes = torch.autograd.grad(total, leaves, allow_unused=True)
-    t_0 = [torch.zeros_like(z) if t is None else t for t, z in zip(slopes, leaves, strict=True)]
+        penalty_grads = torch.autograd.grad(total, leaves, allow_unused=True)
+    t_0 = [torch.zeros_like(z) if t is None else t for t, z in zip(penalty_grads, leaves, strict=True)]
     if callable(penalty):
         check_finite("penalty(g)", "g", t_0, leaves)
     return total.detach() / samples, t_0
@@ -65,19 +65,19 @@ def _by_name(name: str, g: list[Tensor], samples: int) -> Tensor:
     for z in g:
         if z.dim() == 0 or z.shape[0] != samples:
             raise ValueError(
-                f'penalty="norm" takes the norm of each of the {samples} samples, but the input has shape '
-                f"{tuple(z.shape)}, whose dimension 0 is not the samples"
+                f'penalty="norm" needs the batch dimension first ({samples} samples), but the input has shape '
+                f"{tuple(z.shape)}"
             )
     return torch.linalg.vector_norm(torch.cat([z.flatten(1) if z.dim() > 1 else z[:, None] for z in g], 1), dim=1).sum()
 
 
 def _values(penalty: Callable[[Any], Tensor], g: Any, samples: int) -> Tensor:
-    """What a callable penalty returns, which has to be one number a sample, computed from g."""
+    """What a callable penalty returns, which has to be one number per sample, computed from g."""
     values = penalty(g)
     if not isinstance(values, Tensor) or values.shape != (samples,):
-        found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        actual = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(
-            f"penalty must return one number a sample, a tensor of shape ({samples},), got {found}: sum over all "
+            f"penalty must return one number per sample, a tensor of shape ({samples},), got {actual}: sum over all "
             "dimensions but the first, as in g.flatten(1).abs().sum(1)"
         )
     if values.is_complex():
@@ -95,30 +95,30 @@ def _check_leaves(values: Tensor, g: list[Tensor]) -> None:
     others = sum(all(leaf is not z for z in g) for leaf in leaf_tensors_of(values))
     if others:
         raise ValueError(
-            f"penalty(g) reads {others} other tensor(s) that require grad, and gradients are computed through g alone: "
-            "detach() them, or use threepass.gradient_step, whose loss may depend on parameters"
+            f"penalty(g) depends on {others} tensor(s) other than g that require grad, but gradients are computed "
+            "through g only: detach() them, or use threepass.gradient_step, whose loss may depend on parameters"
         )
 
 
 def _check_samples(penalty: Callable[[Any], Tensor], values: Tensor, g: list[Tensor]) -> None:
-    """Refuses a penalty whose number for a sample depends on another's gradient; looks at each callable once.
+    """Raises an error if the value of one sample depends on the gradients of others; checks each callable once.
 
-    The derivative of a weighted sum of the numbers then is not that of their sum with each sample's part times its
-    weight. Weights that are powers of two bring no rounding of their own.
+    For a penalty that treats samples separately, the derivative of sum_i w_i value_i at g_i is w_i times that of
+    sum_i value_i. The w_i are powers of two, so that multiplying by them rounds nothing.
     """
     samples = len(values)
     if isinstance(values, FakeTensor) or samples == 1:  # a trace with dynamic shapes computes no values
         return
-    with contextlib.suppress(TypeError):  # takes no weak reference: it is looked at in every call
+    with contextlib.suppress(TypeError):  # takes no weak reference: it is checked in every call
         if penalty in _checked:
             return
     with no_dispatch_modes():
         weights = 2.0 ** (torch.arange(samples, device=values.device) % 7 - 3)
-        alike, weighted = (
+        unweighted, weighted = (
             torch.autograd.grad(values, g, w.to(values.dtype), retain_graph=True, allow_unused=True)
             for w in (torch.ones_like(weights), weights)
         )
-        if any(_differs(z, s, weights) for s, z in zip(alike, weighted, strict=True) if s is not None):
+        if any(_differs(z, s, weights) for s, z in zip(unweighted, weighted, strict=True) if s is not None):
             raise ValueError(
                 "penalty mixes samples: its value for one sample depends on the gradients of other samples. It must be "
                 "computed for each sample on its own; use threepass.gradient_step for a loss on all of g at once"
@@ -127,12 +127,12 @@ def _check_samples(penalty: Callable[[Any], Tensor], values: Tensor, g: list[Ten
         _checked.add(penalty)
 
 
-def _differs(z: Tensor, slope: Tensor, weights: Tensor) -> bool:
-    """Whether z is not the slope with each sample's part times its weight."""
-    if slope.numel() % len(weights):  # not known which part is whose
+def _differs(weighted: Tensor, unweighted: Tensor, weights: Tensor) -> bool:
+    """Whether `weighted` differs from `unweighted` with the part of each sample multiplied by the sample's weight."""
+    if unweighted.numel() % len(weights):  # the samples' parts are not known
         return False
-    expected = slope.reshape(len(weights), -1) * weights.to(slope.dtype)[:, None]
-    difference = (z.reshape(expected.shape) - expected).abs()
+    expected = unweighted.reshape(len(weights), -1) * weights.to(unweighted.dtype)[:, None]
+    difference = (weighted.reshape(expected.shape) - expected).abs()
     known = difference.isfinite()
     return bool((difference[known] > 1e-4 * expected[known].abs().max()).any()) if bool(known.any()) else False
 

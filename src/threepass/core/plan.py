@@ -3,6 +3,8 @@
 A weight's gradient is back * (d (x) a) + third * (d (x) t). Computed as it stands, that is two products. Both are
 linear in the signal, so one product with the mix back * a + third * t gives the same; and in some nets the mix itself
 can be propagated, or a backward pass that exact mode runs anyway can carry both terms. `Terms` lists the cases.
+
+One case is chosen later: `samplewise.py` needs the derivative of the loss at the output, which is known after pass 2.
 """
 
 from dataclasses import dataclass
@@ -35,10 +37,10 @@ class Case(NamedTuple):
     """A row of the table in `Terms`.
 
     carried: what pass 3 propagates; None: there is no pass 3.
-    products: of d at a weight: what it is multiplied by, and the sum that the product is added to. Each of the sums has
-        a scale of its own, for the end.
+    products: what d is multiplied by at every weight: pairs of a factor and of the sum that the product with it is
+        added to. The three sums, one for each operand, are multiplied by different scales at the end.
     error_freed_first: d is multiplied and freed before the tangent is propagated through the operation, else after.
-    frees_activations: a is freed before pass 2; of pass 1 only the signs of rectified activations are needed.
+    needs_signs_only: passes 2 and 3 need of the activations a only the signs of rectified ones; a can be freed.
     backprop_in_last_pass: exact mode's backward pass takes the products of backpropagation too. Pass 3 takes none, and
         starts from third * t_0.
     """
@@ -46,7 +48,7 @@ class Case(NamedTuple):
     carried: Operand | None
     products: tuple[tuple[Operand, Operand], ...]
     error_freed_first: bool = False
-    frees_activations: bool = False
+    needs_signs_only: bool = False
     backprop_in_last_pass: bool = False
 
 
@@ -54,8 +56,8 @@ class Terms(Enum):
     """How the terms of a weight's gradient are combined.
 
     BACKPROP_ONLY   no third pass: its weight is zero, or this step skips it.
-    SEPARATE        a product for each term: both were asked for, a half format would round t away in the mix, or, in a
-                    compiled step, a second product costs less than keeping a in memory until pass 3.
+    SEPARATE        a product for each term: both were asked for, a half-precision dtype would round t away in the mix,
+                    or, in a compiled step, a second product costs less than keeping a in memory until pass 3.
     MIXED_PRODUCT   pass 3 carries t; the mix is formed at every weight.
     MIXED_SIGNAL    pass 3 carries the mix m: in a piecewise linear net it obeys one recursion, m -> W m + back * b and
                     then the same gates, so that a is not needed.
@@ -66,7 +68,7 @@ class Terms(Enum):
     BACKPROP_ONLY = Case(None, ((Operand.A, Operand.A),))
     SEPARATE = Case(Operand.T, ((Operand.A, Operand.A), (Operand.T, Operand.T)))
     MIXED_PRODUCT = Case(Operand.T, ((Operand.MIX, Operand.MIX),))
-    MIXED_SIGNAL = Case(Operand.MIX, ((Operand.MIX, Operand.MIX),), frees_activations=True)
+    MIXED_SIGNAL = Case(Operand.MIX, ((Operand.MIX, Operand.MIX),), needs_signs_only=True)
     JOINT_BACKWARD = Case(Operand.T, ((Operand.T, Operand.MIX),), error_freed_first=True, backprop_in_last_pass=True)
 
 
@@ -74,8 +76,8 @@ class MixForm(Enum):
     """How the weights of the two terms enter the mix.
 
     WEIGHTED    back * a + third * t.
-    RELATIVE    a + (third / back) * t, in compiled steps: a is representable as it is, so that in half formats only
-                what t adds is rounded. The errors are multiplied by back in pass 2, or, in half formats, which would
+    RELATIVE    a + (third / back) * t, in compiled steps: a is representable as it is, so that in half precision only
+                what t adds is rounded. The errors are multiplied by back in pass 2, or, in half precision, which would
                 round them, the gradients at the end.
     PER_SAMPLE  t + e_i a, with a number for each sample (`samplewise.py`).
     """
@@ -93,9 +95,10 @@ class Plan:
         terms: how the terms of a weight's gradient are combined.
         mix_form: how the weights enter the mix.
         exact: pass 3 is followed by the backward pass of exact mode.
-        compiled: the step is being traced; gradients are given in the parameters' own formats.
+        compiled: the step is being traced; gradients are given in the parameters' own dtypes.
         separate: both terms are results of the step.
-        half: the half-precision formats that operations ran in.
+        half: the half-precision dtypes that operations ran in.
+        frees_activations: activations are freed before pass 2; in a step that is compiled, the compiler decides.
         back: the factor that backpropagation's gradients are multiplied by; 1 if the errors of pass 2 already include
             this weight.
         third: the factor that the third pass's gradients are multiplied by.
@@ -113,6 +116,7 @@ class Plan:
     compiled: bool
     separate: bool
     half: set[torch.dtype]
+    frees_activations: bool
     back: Scale
     third: Scale
     error_unit: float
@@ -126,45 +130,41 @@ class Plan:
         return self.terms.value
 
     @property
-    def frees_activations(self) -> bool:
-        """Whether to free activations before pass 2; in a step that is compiled, the compiler decides."""
-        return self.case.frees_activations and not is_for_compiler()
-
-    @property
     def has_dense_terms(self) -> bool:
         """Whether terms are added as dense tensors: they are results, or are added in float32."""
         return self.separate or (bool(self.half) and self.mix_form is MixForm.WEIGHTED)
 
 
 def make_plan(
-    tape: Record, options: Options, samples: int, third: bool = True, weights: tuple[Tensor, Tensor] | None = None
+    tape: Record,
+    options: Options,
+    samples: int,
+    runs_third_pass: bool = True,
+    weights: tuple[Tensor, Tensor] | None = None,
 ) -> Plan:
     """Chooses the plan from the options and the pruned tape.
 
-    samples: the number of samples in x; third: whether to run the third pass; weights: (back, third) as tensors, in a
-    compiled step.
+    samples: the number of samples in x; weights: (back, third) as tensors, in a compiled step.
     """
-    exact = options.exact and third
-    joint = exact and not (options.separate or tape.half)  # half formats would round R{d} away beside d
-    form = MixForm.WEIGHTED if weights is None or joint else _mix_form(tape, options, third)
-    terms = Terms.JOINT_BACKWARD if joint else _terms(tape, options, third, form)
+    terms, form = _combination(tape, options, runs_third_pass, compiled=weights is not None)
     batch = options.part(samples)
-    back, weight_of_third = weights or (options.back, options.third)
+    back, third = weights or (options.back, options.third)
     scale: Scale
     scale = unit = error_gain(tape.half, batch)
-    if unit != 1 and (over_ranks := tape.over_ranks()) is not None:
-        scale = unit = float(over_ranks(torch.tensor(unit, device=tape.device)))
+    if unit != 1 and (max_over_ranks := tape.max_over_ranks()) is not None:
+        scale = unit = float(max_over_ranks(torch.tensor(unit, device=tape.device)))
     if form is MixForm.RELATIVE and not tape.half:
         scale, back = scale * back, 1.0
     return Plan(
         terms=terms,
         mix_form=form,
-        exact=exact,
+        exact=options.exact and runs_third_pass,
         compiled=weights is not None,
         separate=options.separate,
         half=tape.half,
+        frees_activations=terms.value.needs_signs_only and not is_for_compiler(),
         back=back,
-        third=weight_of_third,
+        third=third,
         error_unit=unit,
         error_scale=scale,
         loss_error=scale * (samples / batch),  # of the effective batch's mean loss, x has samples / batch
@@ -181,6 +181,7 @@ def joint_plan(tape: Record, compiled: bool) -> Plan:
         compiled=compiled,
         separate=False,
         half=tape.half,
+        frees_activations=False,
         back=1.0,
         third=1.0,
         error_unit=1.0,
@@ -190,20 +191,17 @@ def joint_plan(tape: Record, compiled: bool) -> Plan:
     )
 
 
-def _mix_form(tape: Record, options: Options, third: bool) -> MixForm:
-    """Of a captured step."""
-    if options.back == 0 or options.separate:
-        return MixForm.WEIGHTED
-    if third and tape.half and (not is_for_compiler() or (not options.exact and tape.has_cheap_products())):
-        return MixForm.WEIGHTED  # the terms stay separate
-    return MixForm.RELATIVE
-
-
-def _terms(tape: Record, options: Options, third: bool, form: MixForm) -> Terms:
-    if not third:
-        return Terms.BACKPROP_ONLY
-    if options.separate or (tape.half and form is MixForm.WEIGHTED):
-        return Terms.SEPARATE
-    if not options.exact and not tape.half and tape.carries_mix():
-        return Terms.MIXED_SIGNAL
-    return Terms.MIXED_PRODUCT
+def _combination(tape: Record, options: Options, runs_third_pass: bool, compiled: bool) -> tuple[Terms, MixForm]:
+    """How the terms are combined, and in which form a mix is computed where there is one."""
+    relative = compiled and options.back != 0 and not options.separate
+    form = MixForm.RELATIVE if relative else MixForm.WEIGHTED
+    if not runs_third_pass:
+        return Terms.BACKPROP_ONLY, form
+    if options.separate:
+        return Terms.SEPARATE, MixForm.WEIGHTED
+    if tape.half:  # these dtypes would round R{d} away beside d, and t away in a weighted mix
+        is_mixed = relative and is_for_compiler() and (options.exact or not tape.has_cheap_products())
+        return (Terms.MIXED_PRODUCT, form) if is_mixed else (Terms.SEPARATE, MixForm.WEIGHTED)
+    if options.exact:
+        return Terms.JOINT_BACKWARD, MixForm.WEIGHTED
+    return (Terms.MIXED_SIGNAL if tape.carries_mix() else Terms.MIXED_PRODUCT), form

@@ -19,7 +19,7 @@ from .scaler import times
 class PrecomputedLoss:
     """The value of a loss, the parameters, and their gradients.
 
-    calls: the number of this call, from which rounding to a half format takes its seed.
+    calls: the number of this call, from which rounding to a half-precision dtype takes its seed.
     """
 
     value: Tensor
@@ -33,7 +33,7 @@ class PrecomputedLoss:
 
 
 def rounded(grads: Iterable[Tensor], dtypes: Iterable[torch.dtype], calls: int) -> list[Tensor]:
-    """Gradients in the parameters' own formats, rounded stochastically, differently in each call."""
+    """Gradients in the parameters' own dtypes, rounded stochastically, differently in each call."""
     return [
         g if g.dtype == dtype else round_stochastically(g, dtype, seed_of(calls, i))
         for i, (g, dtype) in enumerate(zip(grads, dtypes, strict=True))

@@ -16,7 +16,7 @@ from ..tape.operation import Operation
 from ..tape.record import Record
 from ..tape.replay import as_recorded
 from ..tape.signals import ActivationMeta, Signals
-from .exact import backward_again
+from .exact import Propagated, backward_again
 from .gradients import Gradients
 from .plan import Operand, Plan
 
@@ -53,21 +53,26 @@ def errors_from(tape: Record, plan: Plan, u: Tensor, d: Tensor) -> tuple[list[Te
 
 def propagate(
     tape: Record, signals: Signals, errors: dict[Operation, Errors], gradients: Gradients, keep: bool = False
-) -> "list[Propagation | BlockPropagation]":
+) -> list[Propagated]:
+    """Pass 3: propagates the signals along the tape, which it consumes, and adds the weights' gradients.
+
+    keep: return what exact mode's backward pass needs, by operation.
+    """
     plan = gradients.plan
-    steps: list[Propagation | BlockPropagation] = []
+    steps: list[Propagated] = []
     recomputed: dict[ActivationMeta, Tensor] = {}  # outputs of blocks
     for op in tape.consume():
         out = None
         try:
             t = [signals.get(z) for _, z in op.active]
             d = errors.pop(op, None)
+            step: Propagation | BlockPropagation
             step = BlockPropagation(op, d, t, recomputed) if isinstance(op, Block) else Propagation(op, d, t)
             out = step.forward(gradients)
             if keep:
                 steps.append(step)
         except Exception as error:
-            tape.note(op, error)
+            tape.record_error(op, error)
         for z in op.last_reads:
             signals.put(z, None)
             if recomputed:
@@ -90,8 +95,8 @@ class Propagation:
         self.s = None if lin is None or lin.signal is None or t[0] is None else lin.tangent(t[0])  # of the signal
 
     @property
-    def is_linear(self) -> bool:
-        """Whether u is known to be (piecewise) linear in a: then R{d} needs neither d nor t here."""
+    def is_affine(self) -> bool:
+        """Whether u is known to be affine in a: then R{d} needs neither d nor t here."""
         if self.linearization is not None:
             has_flat_rule = self.op.rule is not None and self.op.rule.flat
             return has_flat_rule or (self.linearization.pull is not None and self.linearization.curve is None)
@@ -104,7 +109,7 @@ class Propagation:
         """
         plan = gradients.plan
         case = plan.case
-        is_last_use = not plan.exact or self.is_linear
+        is_last_use = not plan.exact or self.is_affine
         if is_last_use and case.error_freed_first:
             self._use_error(gradients)
         out = self.push(plan) if case.carried is not None and self.op.pushes else None
@@ -163,7 +168,7 @@ class Propagation:
         self.d, self.weight_grads = [None] * len(self.d), []
 
     def _pull(self, lin: Linearization, r: Tensor | None, gradients: Gradients, wanted: bool) -> Tensor | None:
-        if not self.is_linear:
+        if not self.is_affine:
             self.add_gradients(gradients)
         if r is not None:
             gradients.add_pulled(self.op, lin, r)

@@ -1,16 +1,21 @@
 """Several ranks: over how many the gradients are averaged, and how they get through DistributedDataParallel.
 
-Each of R ranks computes a mean loss over its own n samples, and the ranks' gradients are averaged, by
-DistributedDataParallel, by `fully_shard` (`sharded.py`) or by hand. So training minimises l = mean over the ranks of
-their mean losses, in which a sample has the weight w = 1 / (R n): 1 / B, B counting the samples of all ranks, where the
-ranks have equally many. Pass 3 is that of the same l. Its errors are w d_i, which come out of the rank's own mean loss
-and the averaging; it starts from dl/dx_i = w dl_i/dx_i, a rank's own dl/dx over R, with reduction="batch", and from
-dl_i/dx_i, n times a rank's own dl/dx, with reduction="sample" and with strength. No rank needs to know how many samples
-the others have, and nothing is communicated but the gradients and, where the model has `nn.SyncBatchNorm`, its sums
-(`rules/sync_batch_norm.py`): l is then not a sum of the ranks' losses, each of its own samples, but the same holds.
+Each of R ranks computes the mean loss l_r of its own n samples, and the ranks' gradients are averaged, by
+DistributedDataParallel, by `fully_shard` (`sharded.py`) or by hand. So training minimises l, the mean of the l_r, in
+which a sample has the weight w = 1 / (R n): if all ranks have equally many samples, w = 1 / B, where B counts the
+samples of all ranks. The third pass is that of l, and a rank computes its part of it from l_r alone:
 
-With batch_size=B every sample has the weight 1 / B instead, whatever the ranks and micro-batches that it is divided
-among: a rank then computes the gradient of R / B times the sum of its samples' losses.
+    in the passes of l                                      on rank r
+    errors w d_i                                            those of l_r; averaging the gradients divides them by R
+    t_0 = dl/dx_i, with reduction="batch"                   dl_r/dx_i divided by R
+    t_0 = dl_i/dx_i, with reduction="sample" or strength    dl_r/dx_i times n
+
+No rank needs to know how many samples the others have. Nothing is communicated but gradients and, in models with
+`nn.SyncBatchNorm`, its sums (`rules/sync_batch_norm.py`): l_r then depends on the samples of other ranks too, and the
+table holds all the same.
+
+With batch_size=B every sample has the weight 1 / B, however the batch is divided among ranks and micro-batches: a rank
+then computes the gradient of R / B times the sum of its samples' losses.
 """
 
 import contextlib
@@ -47,9 +52,7 @@ def count_ranks(model: nn.Module, process_group: Any = None) -> int:
         )
     size = sizes.pop() if sizes else dist.get_world_size(process_group)
     if size < 1:
-        raise ValueError(
-            "this process is not a member of process_group, so its gradients are averaged with those of no other"
-        )
+        raise ValueError("this process is not a member of process_group: pass a group that contains this rank")
     return size
 
 
@@ -57,8 +60,8 @@ def check_parallel(model: nn.Module) -> None:
     """Raises for models that this process does not compute alone, or whose parameters are sharded."""
     if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
         raise NotImplementedError(
-            "the model is an nn.DataParallel over several devices, which runs it in threads, where operations cannot "
-            "be recorded; use torch.nn.parallel.DistributedDataParallel"
+            "nn.DataParallel over several devices is not supported: it runs the model in threads, whose operations "
+            "cannot be recorded. Use torch.nn.parallel.DistributedDataParallel"
         )
     if not (dist.is_available() and dist.is_initialized()):
         return
@@ -91,8 +94,8 @@ def _check_recorded(ddp: DistributedDataParallel) -> None:
     for option in ("find_unused_parameters", "static_graph"):
         if getattr(ddp, option):
             raise NotImplementedError(
-                f"DistributedDataParallel({option}=True) is supported only where it wraps the whole model of a "
-                "ThreePass: for three_pass, or around a part of the model, leave that option out, or pass its .module"
+                f"DistributedDataParallel({option}=True) is supported only if it wraps the whole model passed to "
+                "ThreePass. With three_pass, or around a submodule, leave the option out or pass its .module"
             )
 
 

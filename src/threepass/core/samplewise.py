@@ -16,26 +16,30 @@ from typing import Any
 
 from torch import Tensor
 
+from ..rules.linearity import is_affine, is_linear_in_both
+from ..rules.table import is_user_defined
 from ..tape.operation import Operation
 from ..tape.record import Record
 from .plan import MixForm, Plan, Terms
 
+# Operations that may treat samples alone. `rules/linearity.py` lists which operations are affine; products are not in
+# its list, and are affine if one of their factors is a constant or a weight.
 # fmt: off
 ELEMENTWISE = {"add", "clone", "contiguous", "div", "leaky_relu", "mul", "neg", "relu", "sub"}
-IN_BOTH = {"add", "sub"}  # linear in two activations together
 LAYERS = {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
 POOLS = {f"{adaptive}{kind}_pool{n}d" for adaptive in ("", "adaptive_") for kind in ("avg", "max") for n in (1, 2, 3)}
 RESHAPES = {"flatten", "reshape", "squeeze", "unflatten", "unsqueeze", "view"}
 RESAMPLINGS = {"upsample_bilinear2d", "upsample_nearest2d"}
+PRODUCTS = {"div", "mul"} | LAYERS
 # fmt: on
 
 
 def is_samplewise(tape: Record, output: Any) -> bool:
-    """Whether a tape that ends with output.sum() is piecewise linear, and treats each sample on its own."""
+    """Whether a tape that ends with output.sum() is affine, and treats each sample on its own."""
     if not isinstance(output, Tensor) or output.dim() == 0 or tape.half or tape.problems:
         return False
     *operations, _ = tape.operations
-    if not all(_name(op) in _TESTS and len(op.outputs) == 1 for op in operations):
+    if not all(_is_affine(op) and _name(op) in _TESTS and len(op.outputs) == 1 for op in operations):
         return False
     samples = output.shape[0]
     inputs = [(given.source.requires_grad, given.meta.shape) for given in tape.inputs]
@@ -61,6 +65,10 @@ def _name(op: Operation) -> str:
     return op.name.removesuffix("_")
 
 
+def _is_affine(op: Operation) -> bool:
+    return is_affine(op.func) or (_name(op) in PRODUCTS and not is_user_defined(op.func))
+
+
 def _has_samples(op: Operation, samples: int) -> bool:
     """Whether dimension 0 of the activations may be the samples, and weights have a fast rule."""
     shapes = [op.outputs[0].shape, *(z.shape for _, z in op.active)]
@@ -69,7 +77,7 @@ def _has_samples(op: Operation, samples: int) -> bool:
 
 def _elementwise(op: Operation) -> bool:
     alone = len(op.active) == 1 and op.active[0][0] == 0
-    return all(z.shape == op.outputs[0].shape for _, z in op.active) and (alone or _name(op) in IN_BOTH)
+    return all(z.shape == op.outputs[0].shape for _, z in op.active) and (alone or is_linear_in_both(op.func))
 
 
 def _layer(op: Operation) -> bool:

@@ -1,11 +1,12 @@
 """Models sharded by `fully_shard` (FSDP2): the three passes of such a model as a loss whose backward reduces gradients.
 
-Parameters are DTensors between steps. Before pass 1 all of them are gathered, and they stay gathered for passes 2 and
-3, which read the weights again: a step needs the memory of the whole model's parameters and gradients, in the format of
-the mixed-precision policy, and optimizer states stay sharded. FSDP's hooks run in pass 1 for what they do besides: they
-move and cast the inputs and outputs. Its hooks for the backward pass are left out of the passes and attached to the
-loss instead, so that `loss.backward()` reduces, scatters and reshards as it does for any loss: accumulation by
-`set_requires_gradient_sync`, the policy's `reduce_dtype` and frozen parameters are FSDP's own.
+Parameters are DTensors between steps. All of them are gathered before pass 1 and stay gathered in passes 2 and 3, which
+read the weights again. So a step needs memory for the parameters and gradients of the whole model, in the dtype of the
+mixed-precision policy; optimizer states stay sharded.
+
+FSDP's forward hooks run in pass 1: they move and cast inputs and outputs. Its backward hooks do not run in the passes.
+They are attached to the loss that the step returns, so that `loss.backward()` reduces, scatters and reshards as for any
+loss. Accumulation by `set_requires_gradient_sync`, the policy's `reduce_dtype` and frozen parameters work as in FSDP.
 """
 
 import contextlib

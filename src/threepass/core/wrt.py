@@ -23,8 +23,8 @@ def as_wrt(wrt: Any) -> Wrt:
         return wrt
     if not isinstance(wrt, (tuple, list)) or not wrt or not all(map(_is_key, wrt)) or len(set(wrt)) < len(wrt):
         raise ValueError(
-            f"wrt must be the name of an entry of a dict x, the index of one of a tuple x, or several of them, "
-            f"each once; got {wrt!r}"
+            "wrt must be a key of the dict x, an index of the tuple x, or a tuple of these without duplicates; "
+            f"got {wrt!r}"
         )
     return tuple(wrt)
 
@@ -38,7 +38,7 @@ def check_wrt(x: Any, wrt: Wrt) -> None:
     entries = _entries(x)
     for key in _keys(wrt):
         if key not in entries:
-            raise ValueError(f"wrt names {key!r}, which x does not have; it has: {', '.join(map(repr, entries))}")
+            raise ValueError(f"wrt={key!r} is not an entry of x; x has: {', '.join(map(repr, entries))}")
         z = entries[key]
         if not is_float(z):
             kind = f"a tensor of {z.dtype}" if isinstance(z, Tensor) else f"a {type(z).__name__}"
@@ -55,15 +55,15 @@ def map_inputs(x: Any, wrt: Wrt, fn: Callable[[Tensor], Any]) -> Any:
 
 
 def without_other_leaves(x: Any, wrt: Wrt, parameters: Mapping[str, Tensor]) -> Any:
-    """x with detached inputs, where they require grad themselves, as many set it, and are no parameters."""
+    """x with its inputs detached if they are leaves that require grad, as users often set, but not parameters."""
     own = set(map(id, parameters.values()))
     return map_inputs(x, wrt, lambda z: z.detach() if z.requires_grad and z.is_leaf and id(z) not in own else z)
 
 
 def inputs_of(x: Any, wrt: Wrt) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_inputs(x, wrt, found.append)
-    return found
+    inputs: list[Tensor] = []
+    map_inputs(x, wrt, inputs.append)
+    return inputs
 
 
 def like_inputs(x: Any, wrt: Wrt, tensors: list[Tensor]) -> Any:
@@ -77,12 +77,12 @@ def like_inputs(x: Any, wrt: Wrt, tensors: list[Tensor]) -> Any:
 
 
 def map_leaves(fn: Callable[[Any], Any], x: Any) -> Any:
-    """`tree_map`, at once where x is a tensor."""
+    """`tree_map`, with a fast path for a single tensor."""
     return fn(x) if isinstance(x, Tensor) else tree_map(fn, x)
 
 
 def leaves_of(x: Any) -> list[Any]:
-    """`tree_leaves`, at once where x is a tensor."""
+    """`tree_leaves`, with a fast path for a single tensor."""
     return [x] if isinstance(x, Tensor) else tree_leaves(x)
 
 

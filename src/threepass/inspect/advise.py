@@ -99,18 +99,18 @@ def advise(
     check_model(model)
     with _training_mode(model):
         norms, activations = curved_operations(model, loss_fn, x, y, input_at)
-        found = alignment(model, loss_fn, x, y, input_at)
-        mode = "exact" if norms or (activations and not found.cosine >= ENOUGH) else "paper"
+        agreement = alignment(model, loss_fn, x, y, input_at)
+        mode = "exact" if norms or (activations and not agreement.cosine >= ENOUGH) else "paper"
         options = Options(mode=mode, strength=1.0, input_at=input_at, separate=True)
         r = _measured(model, loss_fn, x, y, options)
         warn_of_sum(model, loss_fn, x, y, r.output, r.loss)
         ratio = _gradient_ratio(r)
         seconds = _step_seconds(model, loss_fn, x, y, input_at)
     strength = starting_strength(ratio)
-    reasons = [*_about_mode(mode, norms, activations, found.cosine), _about_strength(strength, ratio)]
+    reasons = [*_about_mode(mode, norms, activations, agreement.cosine), _about_strength(strength, ratio)]
     if not model.training:
         reasons.append("the model is in eval mode; this was measured in training mode")
-    return Advice(mode, strength, found, ratio, norms, activations, seconds, tuple(reasons))
+    return Advice(mode, strength, agreement, ratio, norms, activations, seconds, tuple(reasons))
 
 
 @contextlib.contextmanager

@@ -94,13 +94,15 @@ def _rows(model: nn.Module, tape: Record, operations: list[Operation]) -> tuple[
     failed = {(place.module, place.operation): place.reason for place in tape.problems}
     for op in operations:
         reason = failed.get((op.module, op.name))
-        made = op.linearize() is not None
+        is_fast = op.linearize() is not None
         for _, weight in op.weights:
             for p in _parameters_of(weight):
                 if p in uses:
-                    rule = "unsupported" if reason else "fast" if made else "generic"
+                    rule = "unsupported" if reason else "fast" if is_fast else "generic"
                     why = reason or (
-                        f"rule {op.rule.make.__name__}" if made and op.rule else "double backward of this one operation"
+                        f"rule {op.rule.make.__name__}"
+                        if is_fast and op.rule
+                        else "double backward of this one operation"
                     )
                     if p is not weight:
                         why += ", then the chain rule"

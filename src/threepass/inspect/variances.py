@@ -185,13 +185,13 @@ def _output(model: nn.Module, x: Any, inputs: Any, input_at: str | None) -> Any:
 
 
 @contextlib.contextmanager
-def _watching(model: nn.Module, note: Callable[[Tensor, Tensor], Any]) -> Iterator[list[tuple[str, Any]]]:
-    """Notes something of v and u at every call of a layer."""
+def _watching(model: nn.Module, measure: Callable[[Tensor, Tensor], Any]) -> Iterator[list[tuple[str, Any]]]:
+    """Collects measure(v, u) of every call of a layer, with its name."""
     calls: list[tuple[str, Any]] = []
 
     def watch(name: str, layer: nn.Module):
         def hook(module, args, kwargs, u):
-            calls.append((name, note(args[0] if args else kwargs["input"], u)))
+            calls.append((name, measure(args[0] if args else kwargs["input"], u)))
 
         return layer.register_forward_hook(hook, with_kwargs=True)
 
@@ -204,7 +204,7 @@ def _watching(model: nn.Module, note: Callable[[Tensor, Tensor], Any]) -> Iterat
 
 
 def _before(v: Tensor, u: Tensor) -> tuple[float, float, GradientEdge, GradientEdge] | None:
-    """The variances of v and u, and where pass 2 finds their errors; None where v comes before the input."""
+    """The variances of v and u, and the edges at which pass 2 gives their errors; None if v does not depend on x."""
     return (var(v), var(u), get_gradient_edge(v), get_gradient_edge(u)) if v.requires_grad else None
 
 

@@ -1,7 +1,7 @@
-"""Many small tensors as one: what would be a kernel each for hundreds of gradients is one kernel.
+"""Elementwise functions of many small tensors, in one kernel: for hundreds of gradients, instead of a kernel each.
 
-On a GPU a kernel takes a microsecond or two however little it does. `together` copies the tensors into one flat tensor,
-by an operation that a compiler takes as it is and that needs few launches, and gives parts of the result.
+On a GPU even the smallest kernel takes a microsecond or two. `together` copies the tensors into one flat tensor, by a
+custom op of few launches, which the compiler leaves as it is, applies the function, and returns parts of the result.
 """
 
 import functools
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._torch_compat import foreach_copy_
 
-FEW = 4  # so many are not worth a copy
+FEW = 4  # up to this many tensors, copying them does not pay
 LARGE = 2**19  # numbers: to copy these takes longer than a kernel of their own does
 
 
@@ -25,11 +25,11 @@ def together(f: Callable[..., Tensor], *terms: Sequence[Tensor]) -> list[Tensor]
         if all(map(pays, row)) and row[0].numel() <= LARGE:
             groups.setdefault(tuple(z.dtype for z in row), []).append(i)
     results: dict[int, Tensor] = {}
-    for places in groups.values():
-        if len(places) > FEW:
-            first = [rows[i][0] for i in places]
-            packed = [torch.ops.threepass.pack(_flat([rows[i][k] for i in places], first)) for k in range(len(terms))]
-            results |= zip(places, _split_like(f(*packed), first), strict=True)
+    for indices in groups.values():
+        if len(indices) > FEW:
+            first = [rows[i][0] for i in indices]
+            packed = [torch.ops.threepass.pack(_flat([rows[i][k] for i in indices], first)) for k in range(len(terms))]
+            results |= zip(indices, _split_like(f(*packed), first), strict=True)
     return [results[i] if i in results else f(*row) for i, row in enumerate(rows)]
 
 
@@ -39,14 +39,14 @@ def pays(z: Tensor) -> bool:
 
 @torch.library.custom_op("threepass::pack", mutates_args=())
 def _pack(flat: Sequence[Tensor]) -> Tensor:
-    """Of several formats (our kernels give gradients in float32), the widest; one launch for each."""
+    """One flat tensor, in the widest dtype (our kernels give gradients in float32); a launch for each dtype."""
     whole = _whole(flat)
     rows: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-    for place, z in zip(whole.split([z.numel() for z in flat]), flat, strict=True):
-        rows.setdefault(z.dtype, []).append((place, z))
+    for part, z in zip(whole.split([z.numel() for z in flat]), flat, strict=True):
+        rows.setdefault(z.dtype, []).append((part, z))
     for pairs in rows.values():
-        places, values = zip(*pairs, strict=True)
-        foreach_copy_(places, values)
+        parts, values = zip(*pairs, strict=True)
+        foreach_copy_(parts, values)
     return whole
 
 

@@ -1,7 +1,7 @@
 """Low precision: how the third pass survives bf16 and fp16.
 
 With reduction="batch" t is 1e-5 to 1e-2 of a, so alpha a + (1 - alpha) t rounded to bf16 is mostly alpha a again, and
-in fp16 t underflows. So wherever an operation ran in a half format
+in fp16 t underflows. So wherever an operation ran in a half-precision dtype
 
 * pass 3 starts from t_0 divided by a power of two near its largest entry (it is linear in t_0), and fp16's pass 2 from
   the loss times a power of two near the batch size; both are taken out again in float32;
@@ -34,7 +34,7 @@ def power_of_two(largest: Tensor) -> Tensor:
 
 
 def weights_dtype(parameters: Iterable[Tensor]) -> torch.dtype:
-    """The format of the two terms' weights where they are tensors: float64 if any parameter has it, else float32."""
+    """The dtype of the two terms' weights where they are tensors: float64 if any parameter has it, else float32."""
     wide = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
     return torch.float64 if wide else torch.float32
 
@@ -67,7 +67,7 @@ materialized_op.register_fake(torch.empty_like)
 
 
 def mix_of(a: Tensor, t: Tensor, ratio: Tensor, seed: Tensor) -> Tensor:
-    """a + ratio * t; in a half format what t adds is rounded up or down at random."""
+    """a + ratio * t; in half precision what t adds is rounded up or down at random."""
     mix = a.to(accumulate_dtype(a.dtype)) + ratio * t
     return round_stochastically(mix, a.dtype, seed) if a.dtype in HALF else mix
 
@@ -95,27 +95,27 @@ round_op.register_fake(lambda z, dtype, seed: torch.empty_like(z, dtype=dtype))
 
 
 def error_gain(half: set[torch.dtype], batch_size: float) -> float:
-    """What pass 2's errors are multiplied by: fp16's are errors of a sample rather than of the batch."""
+    """The factor on pass 2's errors: in fp16 about the batch size, so that they are those of a single sample's loss."""
     return 2.0 ** round(math.log2(batch_size)) if torch.float16 in half else 1.0
 
 
-def start(
+def initial_tangents(
     dx: list[Tensor],
     c: float | Tensor,
     gain: float | Tensor,
     half: set[torch.dtype],
-    over_ranks: Callable[[Tensor], Tensor] | None = None,
+    max_over_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[list[Tensor], float | Tensor]:
     """t_0, and what pass 3's gradients are then to be multiplied by.
 
-    gain: of the errors, and so of dx; over_ranks: the largest value of several ranks, where their scales have to agree.
+    gain: of the errors, and so of dx; max_over_ranks: the maximum over ranks, where their scales have to be equal.
     """
     if not half:
         factor = c / gain
         return [g * factor if isinstance(factor, Tensor) or factor != 1 else g for g in dx], 1 / gain
     largest = torch.stack([g.abs().max().float() for g in dx]).max()
-    if over_ranks is not None:
-        largest, whole = over_ranks(torch.stack([largest, largest.new_tensor(c)]))
+    if max_over_ranks is not None:
+        largest, whole = max_over_ranks(torch.stack([largest, largest.new_tensor(c)]))
         dx, c = [(g.float() * (c / whole)).to(g.dtype) for g in dx], whole
     size = power_of_two(largest)
     return [(g.float() / size).to(g.dtype) for g in dx], c * size / gain**2

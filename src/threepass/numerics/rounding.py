@@ -11,7 +11,7 @@ from .packed import is_nhwc
 
 
 def round_stochastically(z: Tensor, dtype: torch.dtype, seed: Tensor | int = 0) -> Tensor:
-    """z in a half format: to the neighbour above or below, each as likely as it is near; seed: 32 bits."""
+    """z in a half-precision dtype: to the neighbour above or below, each as likely as it is near; seed: 32 bits."""
     z = z.float()
     if dtype == torch.bfloat16:  # float32 without its last 16 bits: a random number below 2^16 carries into the rest
         bits = z.view(torch.int32)
@@ -32,9 +32,9 @@ def round_to_tf32(z: Tensor) -> Tensor:
     return torch.where(torch.isnan(z), z, rounded)
 
 
-def seed_of(step: int, place: int) -> int:
+def seed_of(step: int, index: int) -> int:
     """A seed for the rounding of one tensor at one step: 32 bits, as a signed number."""
-    h = (step * 0x9E3779B1 + (place + 1) * 0x85EBCA6B) & 0xFFFFFFFF
+    h = (step * 0x9E3779B1 + (index + 1) * 0x85EBCA6B) & 0xFFFFFFFF
     h = ((h ^ (h >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     h ^= h >> 15
     return h - 2**32 if h >= 2**31 else h
@@ -46,7 +46,7 @@ def _noise(z: Tensor, seed: Tensor | int) -> Tensor:
 
 
 def _hash(z: Tensor, seed: Tensor | int) -> Tensor:
-    """32 bits of each value's own bits, its position in memory and the seed, the first ones as good as random."""
+    """A 32-bit hash of each value's bits, its position in memory and the seed; the high bits are the most random."""
     h = ((z.view(torch.int32) ^ _positions(z)) + seed) * 0x7FEB352D  # int32 products wrap, shifts fill with the sign
     return (h ^ ((h >> 15) & 0x1FFFF)) * -2073254261
 
@@ -61,7 +61,7 @@ def _positions(z: Tensor) -> Tensor:
 
 
 def rounded_randomly(z: Tensor, position: Tensor, seed: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 z in a half format: up or down, each as likely as it is near.
+    """float32 z in a half-precision dtype: up or down, each as likely as it is near.
 
     The random bits are a hash of z's own bits, its position and the seed.
     """

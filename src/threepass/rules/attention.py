@@ -1,4 +1,4 @@
-"""Attention: u = P v with P = softmax(S), S = scale q kᵀ + mask, in every head for itself.
+"""Attention: u = P v with P = softmax(S), S = scale q kᵀ + mask, for each head separately.
 
 Pass 3, with t_S = scale (t_q kᵀ + q t_kᵀ) and t_P = P ∘ (t_S - rowsum(P ∘ t_S)):
 
@@ -95,7 +95,7 @@ def tangent(at: Heads, t: Heads, scores: Scores) -> Tensor | None:
 
 
 def _is_plain(operands: Sequence[Tensor | None], scores: Scores) -> bool:
-    """Whether `_batched_tangent` serves a call that is not compiled: in a wide format, with all tangents, unmasked."""
+    """Whether `_batched_tangent` serves a call that is not compiled: float32 or wider, with all tangents, unmasked."""
     if is_for_compiler() or scores.mask is not None:
         return False
     if any(z is not None and has_symbolic_shape(z) for z in operands):  # symbols cannot be hashed
@@ -166,12 +166,12 @@ def _tangent_of_softmax(p: Tensor, at: Heads, t: Heads, scores: Scores) -> Tenso
 
 
 def _centred(p: Tensor, z: Tensor | None) -> Tensor | None:
-    """z - rowsum(P ∘ z), in P's format."""
+    """z - rowsum(P ∘ z), in P's dtype."""
     return None if z is None else z.to(p.dtype) - (p * z).sum(-1, keepdim=True)
 
 
 def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """a b, in the narrower format: what is P-shaped is wide, the signals come in the model's format."""
+    """a b in the dtype of b: a may be like P, which has a wider dtype than the signals."""
     if a is None or b is None:
         return None
     return a.to(b.dtype) @ b

@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from .._torch_compat import has_dispatch_modes
 from ..errors import CaptureError
 from ..numerics.precision import as_dtype
-from .linearity import commutes_with_tangent, is_affine
+from .linearity import is_affine, is_linear
 from .names import is_user_defined, key_of
 from .table import has_symbolic_shape
 
@@ -36,7 +36,7 @@ Signal = list[Tensor | None]
 
 def push(op, t: Signal) -> Signal:
     """The tangents of the outputs, from those of the active arguments."""
-    if not op.weights and not op.written and _takes_signals_alone(op) and commutes_with_tangent(op.func):
+    if not op.weights and not op.written and _takes_signals_alone(op) and is_linear(op.func):
         return _on_tangents(op, t)
     key = key_of(op.func)
     known: Any = _no_forward_ad_of_users if isinstance(key, type) else _no_forward_ad
@@ -86,8 +86,10 @@ def _forward_ad(op, t: Signal) -> Signal:
 
 
 def _complete_tangents(values: list[Any], tangents: dict[int, Tensor]) -> None:
-    """Zeros for arguments without a tangent. Those that PyTorch makes itself, multiplied by a number (`alpha` of an
-    addition, `beta` of addmm), end the process under a dispatch mode, as a trace is one.
+    """Adds zero tangents for the arguments that have none.
+
+    PyTorch would create them itself, but under a dispatch mode, which a trace is, the process crashes when it
+    multiplies them by a number (`alpha` of an addition, `beta` of addmm).
     """
     for i, z in enumerate(values):
         if i not in tangents and isinstance(z, Tensor) and (z.is_floating_point() or z.is_complex()):

@@ -7,12 +7,12 @@ scatter  u = a + sum of source at index     pull reads where the sum was added
 import torch
 from torch import Tensor
 
-from .table import Linearization, Signal, rule
+from .table import Linearization, Signal, rule, times
 
 
 @rule(Tensor.__getitem__)
 def getitem(u: Tensor, a: Tensor, index) -> Linearization | None:
-    """u = a[index] for one vector of whole numbers (the ends of edges, say), or for slices, numbers, None and ... ."""
+    """u = a[index] for one vector of integers (the ends of edges, say), or for slices, numbers, None and ... ."""
     if _is_basic(index):
         return Linearization(push=lambda t: t[index], pull=lambda r: _placed(a, index, r))
     if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
@@ -63,7 +63,7 @@ def index_add(u: Tensor, a: Tensor, dim: int, index: Tensor, source: Tensor, alp
         return base if t_source is None else base.index_add(dim, index, t_source, alpha=alpha)
 
     def pull(r: Signal, d: Signal, t: Signal) -> Signal:
-        return [None] * 4 if r[0] is None else [r[0], None, None, _times(alpha, r[0].index_select(dim, index))]
+        return [None] * 4 if r[0] is None else [r[0], None, None, times(alpha, r[0].index_select(dim, index))]
 
     return Linearization(push=push, bend=pull)
 
@@ -88,7 +88,3 @@ def scatter_reduce(
     u: Tensor, a: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
 ) -> Linearization | None:
     return scatter_add(u, a, dim, index, src) if reduce == "sum" and include_self else None
-
-
-def _times(factor: float, z: Tensor) -> Tensor:
-    return z if factor == 1 else factor * z

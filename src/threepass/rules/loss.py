@@ -20,7 +20,7 @@ _MEAN = 1  # as torch numbers the reductions
 def cross_entropy(
     u, a, target, weight=None, reduction=0, ignore_index=-100, label_smoothing=0.0
 ) -> Linearization | None:
-    """Of one number a sample and class, a: (n, classes), without weights and smoothing; in steps without a compiler."""
+    """Cross-entropy of a: (n, classes), without weights and smoothing; in steps without a compiler."""
     is_plain = weight is None and reduction == _MEAN and label_smoothing == 0 and not target.is_floating_point()
     if not is_plain or a.dim() != 2 or a.dtype not in (torch.float32, torch.float64) or is_for_compiler():
         return None

@@ -205,7 +205,7 @@ def _norm_at_input(u, a, weight, bias, eps, saved: Sequence[Tensor]) -> Lineariz
 def _is_native(a: Tensor, weight: Tensor | None) -> bool:
     """Whether PyTorch's own kernels take the place of the formulas, in a step that runs operation by operation.
 
-    The backward of a norm is J (w d), and J is symmetric, so that it computes tangents too. In half formats it would
+    The backward of a norm is J (w d), and J is symmetric, so that it computes tangents too. In half precision it would
     round what the formulas keep in float32. A compiled step has the formulas, which its compiler fuses.
     """
     is_wide = a.dtype in (torch.float32, torch.float64) and (weight is None or weight.dtype == a.dtype)

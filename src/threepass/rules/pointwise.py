@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .activation import smooth
-from .table import Linearization, Signal, rule
+from .table import Linearization, Signal, rule, times
 
 
 @rule(torch.add, Tensor.add, arity=2)
@@ -42,15 +42,15 @@ def _weighted_sum(
 
     def push(t_a: Tensor | None, t_b: Tensor | None = None) -> Tensor:
         if t_a is not None and t_b is not None:
-            return torch.add(_times(factors[0], t_a), t_b, alpha=factors[1]).to(u.dtype)
+            return torch.add(times(factors[0], t_a), t_b, alpha=factors[1]).to(u.dtype)
         t, factor = (t_a, factors[0]) if t_b is None else (t_b, factors[1])
         assert t is not None  # one of the arguments has a tangent
-        return _times(factor, t).to(u.dtype).expand(u.shape)
+        return times(factor, t).to(u.dtype).expand(u.shape)
 
     def pulled(i: int, r: Tensor) -> Tensor:
         z = terms[i]
         assert isinstance(z, Tensor)
-        return _times(factors[i], r.sum_to_size(z.shape).to(z))  # a number on the CPU beside a CUDA tensor: to the CPU
+        return times(factors[i], r.sum_to_size(z.shape).to(z))  # a number on the CPU beside a CUDA tensor: to the CPU
 
     if len(active) == 2:
         return Linearization(
@@ -62,10 +62,6 @@ def _weighted_sum(
         {weight: partial(pulled, rest)} if isinstance(weight, Tensor) else {}
     )
     return Linearization(push=push, pull=partial(pulled, active[0]), add=add)
-
-
-def _times(factor: float, z: Tensor) -> Tensor:
-    return z if factor == 1 else z * factor
 
 
 @rule(torch.mul, Tensor.mul, torch.multiply, Tensor.multiply, arity=2, bilinear=True)
@@ -103,7 +99,7 @@ def _scaled(u: Tensor, a: Tensor, w: Tensor | float) -> Linearization:
 
 
 def _sum(products: Sequence[tuple[Tensor | None, Tensor | None]], like: Tensor) -> Tensor | None:
-    """The sum of the products whose factors are both there, in the shape and format of `like`."""
+    """The sum of the products whose factors are both there, in the shape and dtype of `like`."""
     total: Tensor | None = None
     for x, y in products:
         if x is not None and y is not None:
@@ -112,7 +108,7 @@ def _sum(products: Sequence[tuple[Tensor | None, Tensor | None]], like: Tensor) 
 
 
 def _add_product(total: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """total + x y, in place where total has the shape and the format of the result."""
+    """total + x y, in place where total has the shape and the dtype of the result."""
     fits = total.dtype == x.dtype == y.dtype and total.shape in (x.shape, y.shape) and total.dim() >= x.dim()
     return total.addcmul_(x, y) if fits and total.dim() >= y.dim() else torch.addcmul(total, x, y)
 

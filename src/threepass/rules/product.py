@@ -164,12 +164,12 @@ def _sum_of_errors(
     letters: str, like: Tensor, out: str, other: str, products: Sequence[tuple[Tensor | None, Tensor | None]]
 ) -> Tensor | None:
     """The sum of the products whose factors are both there, with an error of u and a signal of the other operand."""
-    found = [
+    terms = [
         _error(letters, like, [(out, e), (other, z.to(like.dtype))])
         for e, z in products
         if e is not None and z is not None
     ]
-    return sum(found[1:], found[0]) if found else None
+    return sum(terms[1:], terms[0]) if terms else None
 
 
 def _error(letters: str, like: Tensor, factors: Sequence[Term]) -> Tensor:

@@ -43,9 +43,11 @@ def check_operations(functions: Sequence[Any]) -> None:
 
 def check_options(arity: Any, reads: Any) -> None:
     if reads not in ("a", "u"):
-        raise ValueError(f'reads is "a" (the arguments) or "u" (the output), not {reads!r}')
+        raise ValueError(f'reads must be "a" (the arguments) or "u" (the output), got {reads!r}')
     if not isinstance(arity, int) or arity < 1:
-        raise ValueError(f"arity is the number of arguments that may depend on the input, at least 1, not {arity!r}")
+        raise ValueError(
+            f"arity must be a positive integer (how many arguments may depend on the input), got {arity!r}"
+        )
 
 
 def check_parameters(make: Callable[..., Any], func: Any) -> None:

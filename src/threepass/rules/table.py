@@ -36,6 +36,7 @@ __all__ = [
     "registered",
     "rule",
     "rule_for",
+    "times",
 ]
 
 Signal = list[Tensor | None]
@@ -142,9 +143,9 @@ def rule(
         reads: "a": the rule reads its arguments, and of u only shape and dtype; "u": it reads u, and of the first
             argument only shape and dtype (the mask of a ReLU can be read from either). A rule with "u" must accept
             every call.
-        flat: the operation is affine, or piecewise affine, in all active arguments together: the rule returns a `pull`
-            without a `curve`, or a `bend` that uses neither d nor t, and exact mode does not keep the output's error.
-            Not needed for torch operations listed in `linearity.py`.
+        flat: the operation is affine, or piecewise affine, in all active arguments together: its second derivative is
+            zero. The rule returns a `pull` without a `curve`, or a `bend` that uses neither d nor t, and exact mode
+            does not keep the output's error. Not needed for torch operations listed in `linearity.py`.
         tap: runs the call in pass 1 in place of the function, or returns None. The error d in the `Linearization` is
             then that of a, and pass 2 computes the weights' gradients; `curve` gets them after d and t. The rule must
             accept every call that its tap has run.
@@ -186,3 +187,8 @@ def rule_for(func: Callable[..., Any]) -> Rule | None:
 def has_symbolic_shape(z: Tensor) -> bool:
     """Whether a trace with dynamic shapes is at work on this tensor."""
     return any(isinstance(size, torch.SymInt) for size in z.shape)
+
+
+def times(factor: float, z: Tensor) -> Tensor:
+    """factor z, without an operation where the factor is 1."""
+    return z if factor == 1 else z * factor

@@ -18,7 +18,7 @@ MOST = 64  # tensors that a rule joins at most; longer lists use the generic rul
 )  # fmt: skip
 def reshape(u: Tensor, a: Tensor, *shape, **names) -> Linearization | None:
     """The same entries in another shape."""
-    if u.dtype != a.dtype:  # Tensor.view to another format
+    if u.dtype != a.dtype:  # Tensor.view to another dtype
         return None
     return Linearization(push=lambda t: t.reshape(u.shape), pull=lambda r: r.reshape(a.shape))
 

@@ -390,7 +390,7 @@ def _step(model: nn.Module, config: Config, loss_fn: LossFn, x: Tensor, y: Tenso
         for i in range(config.every):
             optimizer.zero_grad()
             with torch.autocast(x.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
-                r = three_passes(Task(model, loss_fn, x, y), options, third=i == 0, warn=False)
+                r = three_passes(Task(model, loss_fn, x, y), options, runs_third_pass=i == 0, warn=False)
             add_to_grad(model, r)
             optimizer.step()
 

@@ -14,7 +14,7 @@ from ..rules.generic import leaf_tensors_of
 from ..rules.table import name_of, rule_for
 from .intercept import FunctionInterceptor
 from .signals import ActivationMeta, Storage, storage_of
-from .storages import StorageIndex
+from .storage_index import StorageIndex
 
 _UNSEEN = (
     "code that torch function modes cannot intercept: TorchScript, vmap or another torch.func transform, or a C++ "
@@ -77,8 +77,8 @@ class ActivityTracker(FunctionInterceptor):
         self.problem(
             name_of(func),
             f"one of its arguments{_node_of(z)} was computed in an earlier call, or by {_UNSEEN}",
-            "run that part as plain PyTorch, or wrap it as an autograd.Function or a custom op; detach tensors of "
-            "earlier calls",
+            "run that part as plain PyTorch, or wrap it as an autograd.Function or a custom op; detach tensors "
+            "kept from earlier calls",
         )
         return None
 
@@ -94,9 +94,9 @@ class ActivityTracker(FunctionInterceptor):
         In the graph of what an earlier step computed, the input of that step is a leaf too.
         """
         unknown = [z for z in active if self._lookup(z) is None and storage_of(z) not in self._aliased]
-        found = [z for z in unknown if _is_computed_from_parameters(z)]
-        self._mark_computed(found)
-        return bool(found)
+        weights = [z for z in unknown if _is_computed_from_parameters(z)]
+        self._mark_computed(weights)
+        return bool(weights)
 
     def _copy_for_readers(self, z: Tensor) -> None:
         """Before z's storage is written to: replaces it by a copy in the operations that read it earlier."""

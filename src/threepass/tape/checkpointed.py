@@ -9,9 +9,9 @@ passes. The operations of a block are dropped from the tape when it ends, and on
              the error of its output, pushes t through it, and drops all of it again
 
 Pass 3 comes to the blocks in their order and recomputes their outputs, so that arguments which are outputs of other
-blocks are not kept after pass 2 (`chain`). So the memory is that of the errors between blocks, and of one block: its
-activations, errors and tangents. A block takes 7 units of arithmetic (3 forward, 2 backward, tangent, weights) where
-checkpointed plain training takes 4.
+blocks are not kept after pass 2 (`free_chained_arguments`). So the memory is that of the errors between blocks, and of
+one block: its activations, errors and tangents. A block takes 7 units of arithmetic (3 forward, 2 backward, tangent,
+weights) where checkpointed plain training takes 4.
 
 In exact mode pass 3 pushes t alone, and the backward pass after it records the block again, computes the errors and
 tangents inside it, and pulls R{d} through it. Arguments, errors and tangents between blocks are kept until then, and a
@@ -87,7 +87,7 @@ class Block(Operation):
     chained: list[int] = field(default_factory=list)
     is_read_by_block: bool = False
 
-    def settle(self, read: set[ActivationMeta]) -> None:
+    def resolve_output(self, read: set[ActivationMeta]) -> None:
         """Finds the output: the one result that operations outside the block read."""
         outputs = [(op, u) for op in self.inside for u in op.outputs if u in read]
         if len(outputs) > 1:
@@ -110,14 +110,14 @@ class Block(Operation):
     ) -> Tensor:
         """The output among what the function returned, when its operations were recorded once more."""
         first, again = ([u for op in ops for u in op.outputs] for ops in (self.inside, operations))
-        place = first.index(self.outputs[0])
-        found = [z for z in tensors_in(result) if len(first) == len(again) and meta_of(z) is again[place]]
-        if not found:
+        index = first.index(self.outputs[0])
+        outputs = [z for z in tensors_in(result) if len(first) == len(again) and meta_of(z) is again[index]]
+        if not outputs:
             raise BlockError
-        return found[0]
+        return outputs[0]
 
 
-def chain(blocks: list[Block], aliased: Container[Storage]) -> None:
+def free_chained_arguments(blocks: list[Block], aliased: Container[Storage]) -> None:
     """Frees the arguments of blocks that are outputs of other blocks: in pass 3, these are recomputed in order."""
     producers = {u: block for block in blocks for u in block.outputs if u.storage not in aliased}
     for block in blocks:

@@ -149,10 +149,10 @@ def _interceptors() -> list[FunctionInterceptor]:
 
 
 def with_separate_histories(out: Any) -> Any:
-    """Clones of outputs with different autograd nodes, so that the error of one has no part in that of another.
+    """The outputs of a call, cloned if they have different autograd nodes, so that each edge has its own error alone.
 
-    An LSTM cell computes its state h from its state c, so the error of h is part of the gradient at c's own edge. An
-    alias would not do: an in-place write to it would replace its node.
+    An LSTM cell computes its state h from its state c, so the gradient at c's own edge includes the error of h. A view
+    would not do: an in-place write to it would replace its node.
     """
     if isinstance(out, Tensor) or len({z.grad_fn for z in tensors_in(out)} - {None}) < 2:
         return out
@@ -171,7 +171,7 @@ def dropout_as_product(func, values, spec):
 
 
 def rows_as_index_select(func, values, spec):
-    """a[index] with a vector of whole numbers as `index_select`, several times as fast on a CPU, backward too."""
+    """a[index] with a vector of integers as `index_select`, several times as fast on a CPU, backward too."""
     args, _ = unflatten(values, spec)
     a, index = args[0], args[-1]
     is_vector = isinstance(index, Tensor) and index.dim() == 1 and index.dtype in (torch.int64, torch.int32)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from .._torch_compat import is_traced, no_dispatch_modes
-from ..rules.linearity import is_affine, is_linear
+from ..rules.linearity import is_affine, is_piecewise_linear
 from ..rules.table import Linearization, Rule, name_of
 from .arguments import Shape, tensors_in, unflatten
 from .replay import SILENT_WRITES, as_recorded, has_conditions
@@ -62,7 +62,7 @@ class Operation:
     @property
     def carries_mix(self) -> bool:
         """Whether pass 3 can carry the mix of a and t through this call instead of t."""
-        if not self.weights and is_linear(self.func, self.values, [i for i, _ in self.active]):
+        if not self.weights and is_piecewise_linear(self.func, self.values, [i for i, _ in self.active]):
             return True
         linearization = self.linearize()
         return linearization is not None and linearization.mix is not None

@@ -34,20 +34,27 @@ from .._torch_compat import (
     innermost_transform,
     is_traced,
 )
-from ..errors import CaptureError, Place
+from ..errors import CaptureError, Place, first_line_of
 from ..numerics.precision import HALF
 from ..rules.sync_batch_norm import groups_of, largest
 from ..rules.table import Rule, Tap, rule_for
 from .activity import ActivityTracker
 from .arguments import flatten, tensors_in, unflatten
-from .checkpointed import Block, Recomputed, can_be_recorded_again, chain, recompute_from, without_tensors
-from .functions import traits_of
+from .checkpointed import (
+    Block,
+    Recomputed,
+    can_be_recorded_again,
+    free_chained_arguments,
+    recompute_from,
+    without_tensors,
+)
 from .inner_dropout import body_in_trace
 from .intercept import REPLACED, intercepting_functions, with_separate_histories
 from .operation import Operation, results_of, without_contents
 from .replay import as_recorded, is_random, refusing_random_numbers_in_trace
 from .signals import ActivationMeta, Signals
 from .state import random_state
+from .traits import traits_of
 
 Places = list[tuple[int, Tensor]]  # tensors with their positions among the arguments or the results of a call
 
@@ -75,7 +82,7 @@ class Record(ActivityTracker):
         self.inputs: list[Input] = []
         self.needs_input_errors = False  # R{d} of the inputs is needed, as it is inside of a block
         self.has_internal_input = False  # the input is the output of a module, not x
-        self.half: set[torch.dtype] = set()  # the half-precision formats that operations ran in
+        self.half: set[torch.dtype] = set()  # the half-precision dtypes that operations ran in
         self.recording = True
         self.checkpointed = False
         self._no_autocast = device, False, torch.get_autocast_dtype(device)
@@ -108,7 +115,7 @@ class Record(ActivityTracker):
         Pass 3 goes on to the outputs (in exact mode, the loss), and to the last operation that has weights. What
         neither depends on, such as distances of which the model takes the argmin alone, needs no derivatives.
         """
-        self._settle_blocks(chained=not outputs)
+        self._resolve_blocks(chained=not outputs)
         read_downstream: set[Any] = set(self._signal_keys(outputs))
         operations = []
         for op in reversed(self.operations):
@@ -124,15 +131,15 @@ class Record(ActivityTracker):
         self.operations = deque(reversed(operations))
         self._storages.clear_operations()  # from here on, the tape has the only reference to an operation
 
-    def _settle_blocks(self, chained: bool) -> None:
+    def _resolve_blocks(self, chained: bool) -> None:
         blocks = [op for op in self.operations if isinstance(op, Block)]
         if blocks:
             read = {z for op in self.operations for _, z in op.active}
             for block in blocks:
-                block.settle(read)
+                block.resolve_output(read)
             self.operations = deque(op for op in self.operations if op.outputs)  # of others, nothing is read
             if chained:
-                chain([block for block in blocks if block.outputs], self._aliased)
+                free_chained_arguments([block for block in blocks if block.outputs], self._aliased)
 
     def consume(self) -> Iterator[Operation]:
         """The operations in execution order; the tape drops each, so that its activations can be freed."""
@@ -150,8 +157,11 @@ class Record(ActivityTracker):
         others = [op for op in self.operations if op.weights][:-1]
         return bool(others) and not self.problems and all(op.has_cheap_products for op in others)
 
-    def over_ranks(self) -> Callable[[Tensor], Tensor] | None:
-        """Where operations sum signals over ranks, which then have to be scaled alike: the largest value of any."""
+    def max_over_ranks(self) -> Callable[[Tensor], Tensor] | None:
+        """A function that gives the maximum of a value over ranks; None unless operations sum signals over ranks.
+
+        The scales of signals that are summed have to be equal.
+        """
         groups = groups_of(self.operations)
         return partial(largest, groups=groups) if groups else None
 
@@ -176,7 +186,7 @@ class Record(ActivityTracker):
         self.recording = False
         with contextlib.ExitStack() as stack:
             if self.checkpointed:
-                stack.enter_context(refusing_random_numbers_in_trace("what an activation checkpoint recomputes"))
+                stack.enter_context(refusing_random_numbers_in_trace("an activation checkpoint"))
                 stack.enter_context(intercepting_functions())
                 stack.enter_context(self)
             yield
@@ -226,7 +236,7 @@ class Record(ActivityTracker):
         self._storages.add_operation(block)
         self.operations.append(block)
 
-    def note(self, op: Operation, error: Exception) -> None:
+    def record_error(self, op: Operation, error: Exception) -> None:
         """Adds an error in an operation to the list of problems, so that the pass goes on to find the others.
 
         To be called where the error is handled: errors of other kinds are raised again.
@@ -234,8 +244,8 @@ class Record(ActivityTracker):
         if isinstance(error, (torch.OutOfMemoryError, CaptureError)):
             raise error
         if isinstance(error, (NotImplementedError, RuntimeError)):
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self.problems.append(Place(op.module, op.name, reason, "give it a rule: see docs/add-a-rule.md"))
+            advice = "give it a rule: see docs/add-a-rule.md"
+            self.problems.append(Place(op.module, op.name, first_line_of(error), advice))
         elif not isinstance(error, (TypeError, AttributeError)) or not self.problems:
             raise error  # of these two: after a problem, signals may be missing
 
@@ -384,7 +394,7 @@ class Record(ActivityTracker):
             self.problem(
                 "autograd.grad",
                 "the model computes a gradient of its own output (forces, say)",
-                "return the value itself, and put the loss on its gradient by threepass.gradient_step",
+                "return the scalar itself (the energy, say) and use threepass.gradient_step for a loss on its gradient",
             )
         out = func(*args, **kwargs)
         self._mark_computed(tensors_in(out))
@@ -417,8 +427,8 @@ def _outputs(out: Any, values: list[Any], tensors: Places, written: list[int]) -
         return [(0, out)] if out.requires_grad else []
     unchanged = {id(z) for i, z in tensors if i not in written}
     results = list(enumerate(results_of(out, values, written)))
-    found = {id(u): (i, u) for i, u in reversed(results) if u.requires_grad and id(u) not in unchanged}
-    return sorted(found.values(), key=lambda output: output[0])
+    outputs = {id(u): (i, u) for i, u in reversed(results) if u.requires_grad and id(u) not in unchanged}
+    return sorted(outputs.values(), key=lambda output: output[0])
 
 
 def _written(values: list[Any], tensors: Places, versions: list[int]) -> list[int]:

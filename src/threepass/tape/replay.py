@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .._torch_compat import arguments_of, get_proxy_mode, set_mkldnn_enabled
 from ..errors import CaptureError
 from ..rules.table import name_of
-from .functions import Traits
 from .inner_dropout import ATTENTION, RECURRENT
 from .state import random_state, set_random_state
+from .traits import Traits
 
 # By cuDNN and oneDNN; PyTorch's own kernels can be differentiated twice.
 _ONCE_DIFFERENTIABLE = (*RECURRENT, torch.grid_sampler)
@@ -38,8 +38,8 @@ def refusing_random_numbers_in_trace(what: str) -> Iterator[None]:
     yield
     if _draws(mode) != before:
         raise CaptureError(
-            f"{what} draws random numbers; the step has to draw the same numbers again later, by restoring the random "
-            "state, and that cannot be captured"
+            f"{what} draws random numbers, and a later pass has to draw the same ones. That requires restoring the RNG "
+            "state, which cannot be captured"
         )
 
 

@@ -39,7 +39,7 @@ class ActivationMeta:
         return cls(token, key, size, z.shape, z.stride(), z.storage_offset(), z.dtype, z.device)
 
     def view_in(self, buffer: Tensor) -> Tensor:
-        """The view of a buffer of the storage's size that this tensor is of its storage."""
+        """The part of a buffer at this tensor's offset, shape and strides; the buffer is as large as the storage."""
         buffer = buffer if buffer.dtype == self.dtype else buffer.view(self.dtype)
         return buffer.as_strided(self.shape, self.stride, self.offset)
 
@@ -93,8 +93,8 @@ class Signals:
             self._own[z] = signal
 
     def add(self, z: ActivationMeta, signal: Tensor) -> None:
-        """Adds to the signal of z, in the format of z, as autograd accumulates gradients."""
-        signal = signal.to(z.dtype)  # under autocast, what reads z may compute in another format
+        """Adds to the signal of z, in the dtype of z, as autograd accumulates gradients."""
+        signal = signal.to(z.dtype)  # under autocast, what reads z may compute in another dtype
         if z.storage in self._aliased:
             view = z.writable_view_in(self._buffer(z))
             view.add_(signal.sum_to_size(view.shape))

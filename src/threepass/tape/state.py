@@ -14,18 +14,18 @@ from .._torch_compat import is_dynamo_imported, no_dispatch_modes
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules of `model.named_modules()` with their names as prefixes ("layer.0."), several times as fast."""
-    found: list[tuple[str, nn.Module]] = []
+    modules: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
     todo = [("", model)]
     while todo:
         prefix, module = todo.pop()
         if module not in seen:
             seen.add(module)
-            found.append((prefix, module))
+            modules.append((prefix, module))
             if module._modules:
                 children = [(f"{prefix}{name}.", m) for name, m in module._modules.items() if m is not None]
                 todo.extend(reversed(children))
-    return found
+    return modules
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -93,9 +93,9 @@ class _Buffers:
 
     def __init__(self, model: nn.Module):
         tables = [m._buffers for _, m in named_modules(model) if m._buffers]
-        self.places = [(table, name, b) for table in tables for name, b in table.items() if b is not None]
+        self.buffers = [(table, name, b) for table in tables for name, b in table.items() if b is not None]
         groups: dict[Any, list[Tensor]] = {}
-        for _, _, b in self.places:
+        for _, _, b in self.buffers:
             groups.setdefault((b.dtype, b.device) if b.layout == torch.strided else id(b), []).append(b)
         self.copies = [
             (group, group[0].clone() if isinstance(key, int) else torch.cat([b.reshape(-1) for b in group]))
@@ -103,7 +103,7 @@ class _Buffers:
         ]
 
     def restore(self) -> None:
-        for table, name, buffer in self.places:
+        for table, name, buffer in self.buffers:
             table[name] = buffer
         for group, copy in self.copies:
             strided = copy.layout == torch.strided

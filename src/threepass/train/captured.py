@@ -142,7 +142,9 @@ class CapturedSteps(EagerSteps):
         with in_precision(self.config, self.device), capturable(self.model, signature):
             options = self.schedule.options(position)
             weights, seed = (back.to(dtype), third.to(dtype)), seed.to(torch.int32)
-            r = self.passes(Task(self.model, self.loss_fn, x, y), options, third=kind.third, weights=weights, seed=seed)
+            r = self.passes(
+                Task(self.model, self.loss_fn, x, y), options, runs_third_pass=kind.third, weights=weights, seed=seed
+            )
         added = self.summed(r, x, y)
         self.sums += added
         self.loss.copy_(r.loss)

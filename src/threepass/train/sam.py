@@ -14,7 +14,7 @@ from ..core.options import Options
 def sam(
     task: Task,
     options: Options,
-    third: bool = False,
+    runs_third_pass: bool = False,
     weights: tuple[Tensor, Tensor] | None = None,
     seed: Tensor | None = None,
     *,
@@ -24,7 +24,7 @@ def sam(
 
     Two forward and two backward passes; buffers move with both forwards.
     """
-    r = three_passes(task, options, third=False, weights=weights, seed=seed)
+    r = three_passes(task, options, runs_third_pass=False, weights=weights, seed=seed)
     named = dict(task.model.named_parameters())
     length = torch.stack([g.norm() for g in r.grads.values()]).norm()
     up = rho / length.clamp_min(torch.finfo(length.dtype).tiny)

@@ -82,7 +82,7 @@ class EagerSteps:
 
     def add_gradients(self, x: Any, y: Any, position: int) -> Result:
         options, third = self.schedule.options(position), self.schedule.third(position)
-        r = self.passes(Task(self.model, self.loss_fn, x, y), options, third=third)
+        r = self.passes(Task(self.model, self.loss_fn, x, y), options, runs_third_pass=third)
         add_to_grad(self.model, r, calls=position)
         return r
 

@@ -69,7 +69,7 @@ class Validation:
                 output, loss, input_loss = self._by_autograd(x, y)
             else:
                 options = Options(alpha=1.0, input_at=self.config.input_at, penalty=self.penalty)
-                r = three_passes(Task(self.model, self.loss_fn, x, y), options, third=False, warn=False)
+                r = three_passes(Task(self.model, self.loss_fn, x, y), options, runs_third_pass=False, warn=False)
                 output, loss, input_loss = r.output, r.loss, r.input_loss
             value = 0.0 if self.metric is None else self.metric(output, y)
         return batch_sums(samples_in(x), loss, input_loss, value).detach()

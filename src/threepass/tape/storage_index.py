@@ -1,4 +1,4 @@
-"""Who uses a storage: asked only where something is written in place, so that other steps need not look."""
+"""Which operations and tensors use a storage. In-place writes alone need to know, so other steps build no index."""
 
 import weakref
 from collections import defaultdict
@@ -13,7 +13,7 @@ from .signals import Storage, storage_of
 class StorageIndex:
     """The operations that read a storage, and the active tensors that alias it.
 
-    What is added is looked at when the next question is asked.
+    Additions are queued, and indexed at the next lookup.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class StorageIndex:
             constants = [i for i, v in enumerate(op.values) if isinstance(v, Tensor) and i not in active]
             self._add_readers(op, [i for i in constants if not op.values[i].is_floating_point()])
         self._new_with_constants.clear()
-        if z.is_floating_point() or z.is_complex() or z._is_view():  # a counter has no part in an activation
+        if z.is_floating_point() or z.is_complex() or z._is_view():  # others, such as counters, alias no activation
             for op in self._new_operations:
                 self._add_readers(op, [i for i, _ in op.active])
             self._new_operations.clear()

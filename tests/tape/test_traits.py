@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 import threepass
 from threepass.rules import affine, table
 from threepass.tape import state
-from threepass.tape.functions import _known, traits_of
 from threepass.tape.operation import without_contents
+from threepass.tape.traits import _known, traits_of
 
 X, Y = torch.randn(3, 4), torch.tensor([0, 1, 2])
 
