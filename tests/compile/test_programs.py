@@ -1,8 +1,10 @@
 """Which signatures are captured when, which programs make room, and what is said about it."""
 
+import gc
 import logging
 import re
 import warnings
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -139,6 +141,35 @@ def test_memory_of_signatures_is_bounded():
     table = Table(max_programs=2)
     table.calls(["first", *map(str, range(500))])
     assert len(table.programs._entries) < 30
+
+
+class Masked(nn.Linear):
+    mask: torch.Tensor
+
+    def forward(self, x):
+        return super().forward(x) * self.mask
+
+
+@pytest.mark.filterwarnings("ignore::threepass.UncompiledWarning")
+@pytest.mark.parametrize("what", ["attribute", "parameter", "loss"])
+def test_tensors_that_were_replaced_are_freed(what, graph_only):
+    model, x, y = Masked(6, 3), torch.randn(4, 6), torch.randint(3, (4,))
+    model.mask = torch.ones(3)
+    step = threepass.ThreePass(model, F.cross_entropy, strength=0.3, compile=True)
+    alive = []
+    for _ in range(30):
+        tensor = torch.rand(3)
+        if what == "attribute":
+            model.mask = tensor
+        elif what == "parameter":
+            model.bias = tensor = nn.Parameter(tensor)
+        else:
+            step.loss_fn = lambda output, y, tensor=tensor: F.cross_entropy(output * tensor, y)
+        alive.append(weakref.ref(tensor))
+        del tensor
+        step(x, y)
+    gc.collect()
+    assert sum(each() is not None for each in alive) < 10
 
 
 def test_a_last_smaller_batch_and_many_lengths(graph_only):
