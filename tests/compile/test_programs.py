@@ -150,6 +150,44 @@ class Masked(nn.Linear):
         return super().forward(x) * self.mask
 
 
+def change_loss(step, tensor):
+    step.loss_fn = lambda output, y: F.cross_entropy(output, y)
+
+
+def change_data(step, tensor):
+    step.model.bias.data = tensor
+
+
+def change_stride(step, tensor):
+    weight = step.model.weight
+    weight.data = tensor.repeat(6, 1).t() if weight.is_contiguous() else tensor.repeat(6, 1).t().contiguous()
+
+
+CHANGES = {
+    "mask.*a tensor of shape .3,., then another one": lambda step, tensor: setattr(step.model, "mask", tensor),
+    "bias.*a tensor of shape .3,., then the same in other memory": change_data,
+    "weight.*stride .*, then": change_stride,
+    "loss_fn.*an object, then another object": change_loss,
+}
+
+
+@pytest.mark.parametrize("words", CHANGES)
+def test_the_warning_of_a_changing_model_says_what_changes(words, graph_only):
+    model, kept = Masked(6, 3), []  # kept, so that no address comes again
+    model.mask = torch.ones(3)
+    step = threepass.ThreePass(model, F.cross_entropy, strength=0.3, compile=True)
+
+    def train():
+        for _ in range(8):
+            kept.extend([torch.rand(3), model.weight.data])
+            model.zero_grad()
+            CHANGES[words](step, kept[-2])
+            step(torch.randn(4, 6), torch.randint(3, (4,)))
+
+    with pytest.warns(threepass.UncompiledWarning, match=f"keeps changing between calls: .*{words}"):
+        train()
+
+
 @pytest.mark.filterwarnings("ignore::threepass.UncompiledWarning")
 @pytest.mark.parametrize("what", ["attribute", "parameter", "loss"])
 def test_tensors_that_were_replaced_are_freed(what, graph_only):
@@ -191,6 +229,13 @@ def test_a_last_smaller_batch_and_many_lengths(graph_only):
     ]  # fmt: skip
     with pytest.raises(ValueError, match="max_programs must be a positive whole number, got 0"):
         step.compiled.max_programs = 0
+
+
+def test_a_sparse_gradient_is_named_as_the_reason():
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+    step = threepass.ThreePass(model, F.cross_entropy, strength=0.3, compile="trace")
+    with pytest.warns(threepass.UncompiledWarning, match="a parameter has a sparse gradient.*Use sparse=False"):
+        step(torch.randint(9, (4, 2)), torch.randint(3, (4,)))
 
 
 class Branching(nn.Linear):

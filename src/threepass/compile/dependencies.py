@@ -652,3 +652,14 @@ def in_words(item: Any) -> str:
             return "nothing"
         case _:
             return "something else"
+
+
+def change_in_words(before: Any, after: Any) -> str:
+    """Two items of one path that differ, for messages."""
+    ours, theirs = in_words(before), in_words(after)
+    if isinstance(before, TensorItem) and isinstance(after, TensorItem) and ours == theirs:
+        for name in ("dtype", "device", "stride", "requires_grad"):
+            if (old := getattr(before, name)) != (new := getattr(after, name)):
+                return f"{name} {old}, then {new}"
+        return f"{ours}, then {'the same in other memory' if before.tensor == after.tensor else 'another one'}"
+    return f"{'an object' if ours == theirs else ours}, then {theirs}"
