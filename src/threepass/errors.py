@@ -108,6 +108,8 @@ def reason_of(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     if isinstance(error, CaptureError) and lines:
         return lines[0]
+    if isinstance(error, UnsupportedError) and error.places:
+        return f"{type(error).__name__}: {lines[0].removesuffix(':')}, the first in {error.places[0]}"
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 

@@ -238,6 +238,20 @@ def test_a_sparse_gradient_is_named_as_the_reason():
         step(torch.randint(9, (4, 2)), torch.randint(3, (4,)))
 
 
+class OtherwiseCompiled(nn.Linear):
+    """Runs other operations in a trace, as Mamba of transformers does: there it calls a scan, which uses vmap."""
+
+    def forward(self, x):
+        run = super().forward
+        return torch.vmap(run)(x).relu() if torch.compiler.is_compiling() else run(x).relu()
+
+
+def test_operations_that_only_the_trace_does_not_support_are_named():
+    step = threepass.ThreePass(nn.Sequential(OtherwiseCompiled(6, 3)), F.cross_entropy, strength=0.3, compile="trace")
+    with pytest.warns(threepass.UncompiledWarning, match=r"1 operation\(s\) of this model, the first in .*vmap"):
+        step(torch.randn(4, 6), torch.randint(3, (4,)))
+
+
 class Branching(nn.Linear):
     def forward(self, x):
         return super().forward(x) if x.mean() > 0 else 2 * super().forward(x)
