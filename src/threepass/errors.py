@@ -106,6 +106,8 @@ class UncompiledWarning(UserWarning):
 def reason_of(error: Exception) -> str:
     """An exception in one line; of a `CaptureError`, the first line of its message alone."""
     name, line = type(error).__name__, first_line_of(error)
+    if isinstance(error, UnsupportedError) and error.places:
+        line = f"{line.removesuffix(':')}, the first in {error.places[0]}"
     return line if isinstance(error, CaptureError) or line == name else f"{name}: {line}"
 
 

@@ -207,6 +207,23 @@ def test_a_branch_on_a_size_is_a_guard():
     assert 3 <= len(step.compiled.programs) <= 1 + MAX_DYNAMIC
 
 
+class FirstHalf(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh()[:, : max(1, x.shape[1] // 2)].mean(1))
+
+
+@pytest.mark.usefixtures("graph_only")
+def test_a_guard_that_divides_by_a_size_does_not_hold_where_that_is_zero():
+    torch.manual_seed(0)
+    lengths = [5, 7, 4, 9, 5, 3, 2, 12, 1]
+    batches = [(torch.randn(t % 4 + 2, t, 4).double(), torch.randint(3, (t % 4 + 2,))) for t in lengths]
+    run(FirstHalf().double(), F.cross_entropy, batches)
+
+
 class Fixed(nn.Linear):
     """Gets its size in a way that no symbol survives."""
 

@@ -1,8 +1,10 @@
 """Which signatures are captured when, which programs make room, and what is said about it."""
 
+import gc
 import logging
 import re
 import warnings
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -141,6 +143,73 @@ def test_memory_of_signatures_is_bounded():
     assert len(table.programs._entries) < 30
 
 
+class Masked(nn.Linear):
+    mask: torch.Tensor
+
+    def forward(self, x):
+        return super().forward(x) * self.mask
+
+
+def change_loss(step, tensor):
+    step.loss_fn = lambda output, y: F.cross_entropy(output, y)
+
+
+def change_data(step, tensor):
+    step.model.bias.data = tensor
+
+
+def change_stride(step, tensor):
+    weight = step.model.weight
+    weight.data = tensor.repeat(6, 1).t() if weight.is_contiguous() else tensor.repeat(6, 1).t().contiguous()
+
+
+CHANGES = {
+    "mask.*a tensor of shape .3,., then another one": lambda step, tensor: setattr(step.model, "mask", tensor),
+    "bias.*a tensor of shape .3,., then the same in other memory": change_data,
+    "weight.*stride .*, then": change_stride,
+    "loss_fn.*an object, then another object": change_loss,
+}
+
+
+@pytest.mark.parametrize("words", CHANGES)
+def test_the_warning_of_a_changing_model_says_what_changes(words, graph_only):
+    model, kept = Masked(6, 3), []  # kept, so that no address comes again
+    model.mask = torch.ones(3)
+    step = threepass.ThreePass(model, F.cross_entropy, strength=0.3, compile=True)
+
+    def train():
+        for _ in range(8):
+            kept.extend([torch.rand(3), model.weight.data])
+            model.zero_grad()
+            CHANGES[words](step, kept[-2])
+            step(torch.randn(4, 6), torch.randint(3, (4,)))
+
+    with pytest.warns(threepass.UncompiledWarning, match=f"keeps changing between calls: .*{words}"):
+        train()
+
+
+@pytest.mark.filterwarnings("ignore::threepass.UncompiledWarning")
+@pytest.mark.parametrize("what", ["attribute", "parameter", "loss"])
+def test_tensors_that_were_replaced_are_freed(what, graph_only):
+    model, x, y = Masked(6, 3), torch.randn(4, 6), torch.randint(3, (4,))
+    model.mask = torch.ones(3)
+    step = threepass.ThreePass(model, F.cross_entropy, strength=0.3, compile=True)
+    alive = []
+    for _ in range(30):
+        tensor = torch.rand(3)
+        if what == "attribute":
+            model.mask = tensor
+        elif what == "parameter":
+            model.bias = tensor = nn.Parameter(tensor)
+        else:
+            step.loss_fn = lambda output, y, tensor=tensor: F.cross_entropy(output * tensor, y)
+        alive.append(weakref.ref(tensor))
+        del tensor
+        step(x, y)
+    gc.collect()
+    assert sum(each() is not None for each in alive) < 10
+
+
 def test_a_last_smaller_batch_and_many_lengths(graph_only):
     torch.manual_seed(0)
     model = mlp(6, 5, 3).double()
@@ -160,6 +229,27 @@ def test_a_last_smaller_batch_and_many_lengths(graph_only):
     ]  # fmt: skip
     with pytest.raises(ValueError, match="max_programs must be a positive whole number, got 0"):
         step.compiled.max_programs = 0
+
+
+def test_a_sparse_gradient_is_named_as_the_reason():
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+    step = threepass.ThreePass(model, F.cross_entropy, strength=0.3, compile="trace")
+    with pytest.warns(threepass.UncompiledWarning, match="a parameter has a sparse gradient.*Use sparse=False"):
+        step(torch.randint(9, (4, 2)), torch.randint(3, (4,)))
+
+
+class OtherwiseCompiled(nn.Linear):
+    """Runs other operations in a trace, as Mamba of transformers does: there it calls a scan, which uses vmap."""
+
+    def forward(self, x):
+        run = super().forward
+        return torch.vmap(run)(x).relu() if torch.compiler.is_compiling() else run(x).relu()
+
+
+def test_operations_that_only_the_trace_does_not_support_are_named():
+    step = threepass.ThreePass(nn.Sequential(OtherwiseCompiled(6, 3)), F.cross_entropy, strength=0.3, compile="trace")
+    with pytest.warns(threepass.UncompiledWarning, match=r"1 operation\(s\) of this model, the first in .*vmap"):
+        step(torch.randn(4, 6), torch.randint(3, (4,)))
 
 
 class Branching(nn.Linear):

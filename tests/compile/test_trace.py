@@ -272,3 +272,47 @@ def test_a_step_that_cannot_be_traced_runs_eagerly_with_a_warning():
     with pytest.warns(threepass.UncompiledWarning, match="compile='trace': .* which also compiles the step$"):
         r = step(torch.ones(5, 4), torch.zeros(5, dtype=torch.long))
     assert_close(r.grads, {n: p.grad for n, p in model.named_parameters()}, 1e-6)
+
+
+class Saved(torch.autograd.Function):
+    """The sum of z * saved, whose backward returns the tensor that the forward saved."""
+
+    @staticmethod
+    def forward(ctx, z, saved):
+        ctx.save_for_backward(saved)
+        return (z * saved).sum()
+
+    @staticmethod
+    def backward(ctx, d):
+        return ctx.saved_tensors[0], None
+
+
+class Shift(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(3, 4)) for _ in range(2))
+
+    def forward(self, x):
+        return x + self.a, self.b, (self.b * 1.0).t(), (x / 1).flatten()
+
+
+@pytest.mark.parametrize("saved", ["parameter", "y"])
+@pytest.mark.filterwarnings("ignore:loss_fn is a sum")
+def test_gradients_and_results_share_no_memory_with_parameters_and_inputs(saved):
+    def loss_fn(output, y):
+        return Saved.apply(output[0], output[1] if saved == "parameter" else y)
+
+    torch.manual_seed(0)
+    model, x, y = Shift(), torch.randn(3, 4), torch.randn(3, 4)
+    step = threepass.ThreePass(model, loss_fn, strength=0.3, compile="trace")
+    r = step(x, y)
+    kept, b, given = copy.deepcopy(r.output), model.b.detach().clone(), y.clone()
+    torch.testing.assert_close(model.a.grad, b if saved == "parameter" else given)
+    step(x, y)  # adds to p.grad
+    model.zero_grad(set_to_none=False)
+    assert torch.equal(model.b, b)
+    assert torch.equal(y, given)
+    with torch.no_grad():
+        x.zero_()
+        model.b.zero_()
+    assert all(map(torch.equal, r.output, kept))

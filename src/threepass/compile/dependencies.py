@@ -16,6 +16,7 @@ import functools
 import random
 import sys
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from enum import Enum
@@ -66,18 +67,27 @@ _defaults = attrgetter("__defaults__", "__kwdefaults__")
 
 
 class Identity:
-    """Equal to itself alone; keeps the object alive, so that no other gets its address."""
+    """Equal for the same object only, and to nothing once that is gone.
 
-    __slots__ = ("object",)
+    The object is not kept alive if it allows that: descriptions of earlier models and losses would keep their tensors.
+    """
+
+    __slots__ = ("_id", "_object")
 
     def __init__(self, object: Any):
-        self.object = object
+        self._id = id(object)
+        try:
+            self._object: Callable[[], Any] = weakref.ref(object)
+        except TypeError:
+            self._object = lambda: object
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and self.object is other.object
+        if self is other or not isinstance(other, Identity):
+            return self is other
+        return (mine := self._object()) is not None and mine is other._object()
 
     def __hash__(self) -> int:
-        return id(self.object)
+        return self._id
 
 
 class TensorItem(NamedTuple):
@@ -642,3 +652,14 @@ def in_words(item: Any) -> str:
             return "nothing"
         case _:
             return "something else"
+
+
+def change_in_words(before: Any, after: Any) -> str:
+    """Two items of one path that differ, for messages."""
+    ours, theirs = in_words(before), in_words(after)
+    if isinstance(before, TensorItem) and isinstance(after, TensorItem) and ours == theirs:
+        for name in ("dtype", "device", "stride", "requires_grad"):
+            if (old := getattr(before, name)) != (new := getattr(after, name)):
+                return f"{name} {old}, then {new}"
+        return f"{ours}, then {'the same in other memory' if before.tensor == after.tensor else 'another one'}"
+    return f"{'an object' if ours == theirs else ours}, then {theirs}"

@@ -78,7 +78,10 @@ class Guards:
         for shape, z in zip(self._shapes, inputs, strict=True):
             if any(known not in (None, size) for known, size in zip(shape, z.shape, strict=True)):
                 return False
-        return bool(self._env.evaluate_guards_expression(self._code, inputs))
+        try:
+            return bool(self._env.evaluate_guards_expression(self._code, inputs))
+        except ZeroDivisionError:  # a guard divides by n // 2, say, and n is 1: the one that forbids this comes later
+            return False
 
 
 def _number(size: int | torch.SymInt) -> int | None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .._torch_compat import TreeSpec, tree_flatten
 from ..errors import CaptureError
-from .dependencies import PLAIN, Attribute, Dependencies, TensorItem, in_words, plain_item
+from .dependencies import PLAIN, Attribute, Dependencies, TensorItem, change_in_words, in_words, plain_item
 
 RECENT = 4  # states that are looked at before the full description is made: training and evaluation take turns
 _, _PAIR = tree_flatten((torch.empty(0), torch.empty(0)))
@@ -51,7 +51,7 @@ class State:
     def difference(self, other: "State") -> str:
         """The first thing that differs, in words."""
         path, ours, theirs = next(self.changes(other), ("nothing", None, None))
-        return f"{path} ({in_words(ours)}, then {in_words(theirs)})"
+        return f"{path} ({change_in_words(ours, theirs)})"
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

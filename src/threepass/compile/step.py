@@ -426,6 +426,11 @@ def _labels(result: dict[str, Any]) -> list[str]:
 
 def laid_out(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> list[Tensor]:
     """Gradients in their parameters' layouts, as optimizers want them."""
+    if any(g.layout != torch.strided for g in grads):
+        raise CaptureError(
+            "a parameter has a sparse gradient, as that of nn.Embedding(sparse=True), and captured steps give dense "
+            "gradients only. Use sparse=False"
+        )
     pairs = zip(parameters, grads, strict=True)
     return [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for p, g in pairs]
 

@@ -20,7 +20,7 @@ from .dynamic import SymbolicInputs
 from .functional import functional
 from .randomness import seed_draws
 from .rewrite.simplify import simplify
-from .rewrite.strides import dense_before_scatter, reshape_instead_of_view
+from .rewrite.strides import copy_returned_inputs, dense_before_scatter, reshape_instead_of_view
 from .user_code import in_trace
 
 Fn = Callable[..., Sequence[Tensor]]
@@ -118,6 +118,7 @@ def trace(
     reshape_instead_of_view(graph.graph)
     if not compiled:
         simplify(graph.graph)
+    copy_returned_inputs(graph.graph)
     graph.graph.lint()
     graph.recompile()
     program = Program(graph, plain, state, draws, symbolic)

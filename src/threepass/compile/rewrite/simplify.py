@@ -4,6 +4,8 @@ A trace has every view that the engine and PyTorch's own functions made: a matri
 as `expand`, `reshape`, `bmm` and `reshape`, most of which return their argument as it is.
 """
 
+import operator
+
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
@@ -59,12 +61,11 @@ def drop_shapes_without_effect(graph: Graph) -> None:
 
 
 def drop_factors_of_one(graph: Graph) -> None:
-    """z * 1 and z / 1 are z, unless they are returned: an input that is a result could be written to."""
+    """z * 1 and z / 1 are z, unless they or views of them are returned: results are tensors of their own."""
     for node in list(graph.nodes):
         if node.target not in _BY_A_NUMBER or isinstance(node.args[1], Node) or node.args[1] != 1:
             continue
-        is_result = any(user.op == "output" for user in node.users)
-        if not is_result and value_of(node).dtype == value_of(node.args[0]).dtype:
+        if not _is_returned(node) and value_of(node).dtype == value_of(node.args[0]).dtype:
             node.replace_all_uses_with(node.args[0])
 
 
@@ -90,6 +91,15 @@ def write_in_one_call(graph: Graph) -> None:
             graph.call_function(aten_foreach_copy, tuple(map(list, zip(*(n.args for n in nodes), strict=True))))
         for node in nodes:
             graph.erase_node(node)
+
+
+def _is_returned(node: Node) -> bool:
+    """Whether a node's value, or a view of it, is a result of the graph."""
+    return any(user.op == "output" or (_is_view(user) and _is_returned(user)) for user in node.users)
+
+
+def _is_view(node: Node) -> bool:
+    return getattr(node.target, "is_view", False) or node.target is operator.getitem
 
 
 def _is_number(node: Node) -> bool:

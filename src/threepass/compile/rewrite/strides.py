@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from ..._torch_compat import OpOverload, arguments_of, unsafe_index_put, unsafe_view
+from .graph import call
 
 _aten = torch.ops.aten
 
@@ -58,6 +60,30 @@ def dense_before_scatter(graph: Graph) -> None:
         if "val" in source.meta:
             dense.meta["val"] = source.meta["val"].clone(memory_format=torch.contiguous_format)
         node.replace_input_with(source, dense)
+
+
+def copy_returned_inputs(graph: Graph) -> None:
+    """Results that are inputs of the graph, or views of them, become copies, one for each place among the results.
+
+    A gradient can be one: that of a loss whose backward returns a tensor which it has saved. As `p.grad` it would be
+    added to and set to zero, and with it a parameter, or a tensor in y.
+    """
+    output = graph.output_node()
+
+    def own(node: Node) -> Node:
+        if _origin(node).op != "placeholder":
+            return node
+        with graph.inserting_before(output):
+            return call(graph, _aten.clone.default, (node,))
+
+    output.args = map_arg(output.args, own)
+
+
+def _origin(node: Node) -> Node:
+    """The node whose result a view is of."""
+    while source := next((source for source, is_write in _aliased(node) if not is_write), None):
+        node = source
+    return node
 
 
 def _may_overlap(node: Node | None) -> bool:
