@@ -53,7 +53,7 @@ def test_half_formats_form_no_mix_but_the_relative_one(mode, dtype):
 
 
 def test_cheap_products_stay_separate_in_half_formats(monkeypatch):
-    monkeypatch.setattr(affine.conv_kernels, "pays", lambda *arguments: True)
+    monkeypatch.setattr(affine.conv_kernels, "is_faster", lambda *arguments: True)
     assert plan(Options(), dtype=torch.bfloat16, compiled=True).terms is Terms.SEPARATE
     assert plan(Options(mode="exact"), dtype=torch.bfloat16, compiled=True).terms is Terms.MIXED_PRODUCT
     assert plan(Options(), compiled=True).terms is Terms.MIXED_SIGNAL

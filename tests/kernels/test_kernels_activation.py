@@ -215,7 +215,7 @@ def test_a_captured_step_with_the_operation_is_the_engines(name, mode):
 
 @pytest.fixture
 def everything_pays(monkeypatch, packs):
-    monkeypatch.setattr(half_gelu, "pays", lambda z: True)
+    monkeypatch.setattr(half_gelu, "is_faster", lambda z: True)
 
 
 @pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")

@@ -48,7 +48,7 @@ def test_plain_against_autograd(case):
     torch.testing.assert_close(conv.forward(a, w, b, stride, False, None), u)
     torch.testing.assert_close(conv.forward(a, w, b, stride, True, None), u.relu())
     torch.testing.assert_close(conv.forward(a, w, b, stride, False, d), u * ~minus_zero(d))
-    torch.testing.assert_close(conv.forward(a, w, b, stride, False, open=d), u * (d > 0))
+    torch.testing.assert_close(conv.forward(a, w, b, stride, False, relu_output=d), u * (d > 0))
     torch.testing.assert_close(conv.backward_input(d, w, stride, a.shape[2:], None), g_a)
     for channels_last in (False, True):
         grads = conv.backward_weight(d, a, stride, channels_last)
@@ -163,10 +163,10 @@ def _check_results_in_tf32() -> None:
     for case in CASES:
         a, w, b, d = signals(case, torch.float32)
         *_, height, width, stride = case
-        for opened in (None, a):
-            call = functools.partial(conv.backward_input, d, w, stride, (height, width), opened)
+        for relu_output in (None, a):
+            call = functools.partial(conv.backward_input, d, w, stride, (height, width), relu_output)
             assert torch.equal(call(round_result=True), round_to_tf32(call()))
-            assert opened is None or torch.equal(minus_zero(call(round_result=True)), a <= 0)
+            assert relu_output is None or torch.equal(minus_zero(call(round_result=True)), a <= 0)
         call = functools.partial(conv.forward, a, w, b, stride, True, d)
         assert torch.equal(call(round_result=True, rounded=True), round_to_tf32(call()))
 

@@ -3,7 +3,7 @@
 
 q, t_q: (batch, heads, queries, n); k, t_k: (batch, heads, keys, n); v, t_v: (batch, heads, keys, w); u, d, r: (batch,
 heads, queries, w). A program has one head and one block i of queries (or j of keys), goes along the blocks of the other
-side, and recomputes S, P, t_S, ... of the two blocks from the operands. Products take the operands' format and add
+side, and recomputes S, P, t_S, ... of the two blocks from the operands. Products take the operands' dtype and add
 up in float32; softmax and row sums are in float32.
 
 A row's sums are taken on the fly, as in flash attention: with the largest score so far as the softmax's base, and with

@@ -69,7 +69,7 @@ def blocks_for(table: dict[tuple[int, int], Blocks], z: Tensor) -> Blocks:
 
 
 def blocks_for_weight(d: Tensor, m: Tensor) -> Blocks:
-    """With 16 output channels in a half format Triton's pipeline (two stages) has a race: some runs differ in bits."""
+    """With 16 output channels in a half dtype Triton's pipeline (two stages) has a race: some runs differ in bits."""
     narrow = d.element_size() == 2 and d.shape[1] <= 16 <= m.shape[1]
     return NARROW_WEIGHT if narrow else blocks_for(WEIGHT, m)
 
@@ -126,7 +126,7 @@ def _closed(d):
 
 
 @triton.jit
-def _forward_kernel(a, w, bias, gate, opened, out, pixels, RELU: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
+def _forward_kernel(a, w, bias, gate, relu_output, out, pixels, RELU: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
                     H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, STRIDE: tl.constexpr,
                     SC: tl.constexpr, SN: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, BP: tl.constexpr,
                     BK: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, ROUNDED: tl.constexpr,
@@ -142,8 +142,8 @@ def _forward_kernel(a, w, bias, gate, opened, out, pixels, RELU: tl.constexpr, C
         z = tl.where(z <= 0, 0.0, z)  # and NaN stays
     if gate is not None:
         z = tl.where(_closed(tl.load(gate + here, mask=inside, other=0.0)), 0.0, z)
-    if opened is not None:
-        z = tl.where(tl.load(opened + here, mask=inside, other=0.0) > 0, z, 0.0)
+    if relu_output is not None:
+        z = tl.where(tl.load(relu_output + here, mask=inside, other=0.0) > 0, z, 0.0)
     if ROUND:
         z = nearest_tf32(z)
     tl.store(out + here, z.to(out.dtype.element_ty), mask=inside)
@@ -170,20 +170,20 @@ def _tangent_kernel(t, w, a, ratio, t_out, mix, pixels, seed, C: tl.constexpr, N
 
 
 @triton.jit
-def _store_error(g, to, opened, here, inside, ROUND: tl.constexpr):
-    """Stores g where opened > 0, its zeros as plus zero, and minus zero elsewhere."""
+def _store_error(g, to, relu_output, here, inside, ROUND: tl.constexpr):
+    """Stores g where relu_output > 0, its zeros as plus zero, and minus zero elsewhere."""
     g = g.to(to.dtype.element_ty).to(tl.float32)  # what rounds to zero is zero
     if ROUND:
         g = nearest_tf32(g)
-    if opened is not None:
+    if relu_output is not None:
         g = tl.where(g == 0, 0.0, g)
         mark = tl.full((1, 1), -2147483648, tl.int32).to(tl.float32, bitcast=True)  # Triton reads a literal -0.0 as 0.0
-        g = tl.where(tl.load(opened + here, mask=inside, other=0.0) > 0, g, mark)
+        g = tl.where(tl.load(relu_output + here, mask=inside, other=0.0) > 0, g, mark)
     tl.store(to + here, g.to(to.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _input_kernel(d, w, opened, g, pixels, C: tl.constexpr, N: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+def _input_kernel(d, w, relu_output, g, pixels, C: tl.constexpr, N: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
                   SC: tl.constexpr, SN: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, BP: tl.constexpr,
                   BK: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, ROUNDED: tl.constexpr,
                   ROUND: tl.constexpr):  # fmt: skip
@@ -192,11 +192,11 @@ def _input_kernel(d, w, opened, g, pixels, C: tl.constexpr, N: tl.constexpr, H: 
     n = tl.arange(0, BN)[None, :]
     turned = w + 2 * (SY + SX)
     z = _product(d, turned, p, pixels, C, N, H, W, H, W, 1, SC, SN, -SY, -SX, BP, BK, BN, PRECISION, ROUNDED)
-    _store_error(z, g, opened, p[:, None] * N + n, (p < pixels)[:, None] & (n < N), ROUND)
+    _store_error(z, g, relu_output, p[:, None] * N + n, (p < pixels)[:, None] & (n < N), ROUND)
 
 
 @triton.jit
-def _input_kernel_2(d, w, opened, g, pixels, C: tl.constexpr, N: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+def _input_kernel_2(d, w, relu_output, g, pixels, C: tl.constexpr, N: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
                     OH: tl.constexpr, OW: tl.constexpr, SC: tl.constexpr, SN: tl.constexpr, SY: tl.constexpr,
                     SX: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
                     PRECISION: tl.constexpr, ROUNDED: tl.constexpr, ROUND: tl.constexpr):  # fmt: skip
@@ -226,7 +226,7 @@ def _input_kernel_2(d, w, opened, g, pixels, C: tl.constexpr, N: tl.constexpr, H
     y = 2 * i + py
     x = 2 * j + px
     inside = (p < pixels)[:, None] & (y < H) & (x < W) & (n < N)
-    _store_error(z, g, opened, ((b * H + y) * W + x) * N + n, inside, ROUND)
+    _store_error(z, g, relu_output, ((b * H + y) * W + x) * N + n, inside, ROUND)
 
 
 @triton.jit
@@ -333,7 +333,7 @@ def forward(
     stride: int,
     relu: bool,
     gate: Tensor | None = None,
-    opened: Tensor | None = None,
+    relu_output: Tensor | None = None,
     rounded: bool = False,
     round_result: bool = False,
     blocks: Blocks | None = None,
@@ -346,7 +346,7 @@ def forward(
         w,
         bias,
         _nhwc(gate),
-        _nhwc(opened),
+        _nhwc(relu_output),
         out,
         pixels,
         RELU=relu,
@@ -375,7 +375,7 @@ def backward_input(
     w: Tensor,
     stride: int,
     size: tuple[int, int],
-    opened: Tensor | None,
+    relu_output: Tensor | None,
     rounded: bool = False,
     round_result: bool = False,
     blocks: Blocks | None = None,
@@ -390,10 +390,10 @@ def backward_input(
     pixels = d.shape[0] * d.shape[2] * d.shape[3]
     tiles = triton.cdiv(pixels, blocks.pixels)
     if stride == 1:
-        _input_kernel[(tiles,)](d, w, _nhwc(opened), g, pixels, **constants)
+        _input_kernel[(tiles,)](d, w, _nhwc(relu_output), g, pixels, **constants)
     else:
         constants |= {"OH": d.shape[2], "OW": d.shape[3]}
-        _input_kernel_2[(tiles, 4)](d, w, _nhwc(opened), g, pixels, **constants)
+        _input_kernel_2[(tiles, 4)](d, w, _nhwc(relu_output), g, pixels, **constants)
     return g
 
 
