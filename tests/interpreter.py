@@ -24,6 +24,7 @@ RUN_BY = {
     "batch_norm.triton_kernel": "test_kernels_batch_norm",
     "conv.triton_kernel": "test_kernels_conv",
     "layer_norm.triton_kernel": "test_kernels_layer_norm",
+    "load_triton": "test_kernels_activation",
     "product_triton": "test_kernels_conv",
     "rounding_triton": "test_kernels_layer_norm",
     "sums_triton": "test_kernels_activation",

@@ -31,7 +31,6 @@ from ...numerics.rounding import round_to_tf32, rounded_randomly
 from .. import runs_on
 
 _aten = torch.ops.aten
-_CHANNELS = 128
 FEW, BARE, THIN = 64, 32, 4
 PIXELS, PIXELS_OF_WEIGHT = 2**16, 2**15  # of n * h' * w', at more than BARE channels
 LIMITLESS = 2**31  # from and to an image's channels
@@ -45,7 +44,7 @@ def fits(stride: int, *tensors: Tensor, weight: Sequence[int]) -> bool:
         and stride in (1, 2)
         and len(weight) == 4
         and tuple(weight[2:]) == (3, 3)
-        and max(weight[:2]) <= _CHANNELS
+        and max(weight[:2]) <= FEW
         and z.dtype in (torch.float32, torch.bfloat16)
         and all(s.dtype == z.dtype and s.dim() == 4 for s in tensors)
         and all(s.numel() > 0 and s.is_contiguous(memory_format=torch.channels_last) for s in tensors)

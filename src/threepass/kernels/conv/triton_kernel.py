@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...numerics.precision import tf32_convolutions
 from ..launch import multiprocessors, on_its_device
-from ..product_triton import nearest_tf32, product
+from ..product_triton import nearest_tf32, padded, product
 from ..rounding_triton import rounded_randomly
 
 
@@ -39,14 +39,15 @@ class Blocks:
 
 
 # Each is the fastest of a few that were timed on an H200 by `benchmarks/kernels_conv.py` for the layers of plain-20.
-# By bytes of a number and the channels that the product sums over, padded to a power of two.
+# By bytes of a number and the channels that the product sums over, padded to a power of two. The tiles of all stages
+# take at most 96 KiB of shared memory, and every GPU that `runs_on` accepts has 99 KiB at least.
 FORWARD = {
     (4, 4): Blocks(128, 32), (4, 16): Blocks(256, 16, 8, 3), (4, 32): Blocks(128, 32, 4, 3),
-    (4, 64): Blocks(64, 64, 8, 3), (4, 128): Blocks(64, 64, 8, 3),
+    (4, 64): Blocks(64, 64, 8, 3),
     (2, 4): Blocks(256, 32), (2, 16): Blocks(128, 16, 4, 3), (2, 32): Blocks(128, 32, 8, 4),
-    (2, 64): Blocks(64, 64, 4, 3), (2, 128): Blocks(64, 64, 4, 3),
+    (2, 64): Blocks(64, 64, 4, 3),
 }  # fmt: skip
-INPUT = FORWARD | {(4, 32): Blocks(64, 32, 2), (4, 64): Blocks(32, 64, 4, 3), (4, 128): Blocks(32, 64, 4, 3)}
+INPUT = FORWARD | {(4, 32): Blocks(64, 32, 2), (4, 64): Blocks(32, 64, 4, 3)}
 # The same, for the error of an image, which has few channels.
 THIN_INPUT = INPUT | {(2, 64): Blocks(128, 64, 4, 3), (4, 64): Blocks(128, 64, 4, 2)}
 
@@ -55,10 +56,8 @@ THIN_INPUT = INPUT | {(2, 64): Blocks(128, 64, 4, 3), (4, 64): Blocks(128, 64, 4
 WEIGHT = {
     (4, 4): Blocks(128, 32, splits=2), (4, 16): Blocks(64, 16, tiles=3, splits=1),
     (4, 32): Blocks(64, 32, tiles=3, splits=2 / 3), (4, 64): Blocks(64, 64, tiles=3, splits=1 / 3),
-    (4, 128): Blocks(64, 64, splits=1 / 8),
     (2, 4): Blocks(64, 32, splits=2), (2, 16): Blocks(64, 64, 4, 2, splits=1),
     (2, 32): Blocks(64, 64, 4, 2, splits=1), (2, 64): Blocks(64, 64, 4, 2, splits=1 / 3),
-    (2, 128): Blocks(64, 64, 4, 2, splits=1 / 8),
 }  # fmt: skip
 NARROW_WEIGHT = Blocks(64, 64, tiles=3, splits=2)
 SCRATCH = 5 * 2**19  # for the parts' sums, times the bytes of a number: with few images, the peak of a step's memory
@@ -305,16 +304,12 @@ def _empty(like: Tensor, channels: int, size: tuple[int, int]) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
 
 
-def _padded(channels: int) -> int:
-    return max(16, triton.next_power_of_2(channels))
-
-
 def _of_forward(a: Tensor, w: Tensor, out: Tensor, stride: int, blocks: Blocks) -> dict[str, Any]:
     """The constants of a kernel that goes forward."""
     return {
         "C": a.shape[1], "N": w.shape[0], "H": a.shape[2], "W": a.shape[3], "OH": out.shape[2], "OW": out.shape[3],
         "STRIDE": stride, "SC": w.stride(1), "SN": w.stride(0), "SY": w.stride(2), "SX": w.stride(3),
-        "BP": blocks.pixels, "BK": blocks.k, "BN": _padded(w.shape[0]), "PRECISION": _precision(),
+        "BP": blocks.pixels, "BK": blocks.k, "BN": padded(w.shape[0]), "PRECISION": _precision(),
         "num_warps": blocks.warps, "num_stages": blocks.stages,
     }  # fmt: skip
 
@@ -384,7 +379,7 @@ def backward_input(
     g = _empty(d, w.shape[1], size)
     constants = {
         "C": w.shape[0], "N": w.shape[1], "H": size[0], "W": size[1], "SC": w.stride(0), "SN": w.stride(1),
-        "SY": w.stride(2), "SX": w.stride(3), "BP": blocks.pixels, "BK": blocks.k, "BN": _padded(w.shape[1]),
+        "SY": w.stride(2), "SX": w.stride(3), "BP": blocks.pixels, "BK": blocks.k, "BN": padded(w.shape[1]),
         "PRECISION": _precision(), "num_warps": blocks.warps, "num_stages": blocks.stages,
     } | _of_rounding(rounded, round_result, d)  # fmt: skip
     pixels = d.shape[0] * d.shape[2] * d.shape[3]
@@ -411,7 +406,7 @@ def backward_weight(
     work = torch.empty((splits, rows, o), dtype=torch.float32, device=d.device)
     _weight_kernel[(splits, triton.cdiv(9 * i, blocks.k * blocks.tiles))](
         d, m, work, pixels, part, C=i, N=o, H=m.shape[2], W=m.shape[3], OH=height, OW=width, STRIDE=stride,
-        BP=blocks.pixels, BK=blocks.k, BN=_padded(o), TILES=blocks.tiles, PRECISION=_precision(),
+        BP=blocks.pixels, BK=blocks.k, BN=padded(o), TILES=blocks.tiles, PRECISION=_precision(),
         ROUNDED=_of_rounding(rounded, False, d)["ROUNDED"], num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     layout = torch.channels_last if channels_last else torch.contiguous_format
