@@ -8,9 +8,9 @@ from torch.nn import functional as F
 from threepass.core.engine import Task, forward
 from threepass.core.options import Options
 from threepass.core.plan import MixForm, Plan, Terms, make_plan
-from threepass.kernels.fusible import tracing_for
 from threepass.rules import affine
 from threepass.tape.record import Record
+from threepass.tracing import tracing_for
 
 WEIGHTS = torch.tensor(0.3), torch.tensor(0.7)
 HALF = [torch.bfloat16, torch.float16]

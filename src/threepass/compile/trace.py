@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import make_fx, make_symbolic_fx
-from ..kernels.fusible import one_node_each, tracing_for
+from ..tracing import one_node_each, tracing_for
 from . import rewrite
 from .dynamic import SymbolicInputs
 from .functional import functional
