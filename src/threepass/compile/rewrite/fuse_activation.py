@@ -3,6 +3,9 @@
 In pass 2, and in exact mode's last backward pass, where it adds the term with f'' and recomputes u for the gradient of
 the weight downstream: kept since pass 1, u would be an eighth of a ViT's memory.
 
+The rule cannot offer both terms as one operation: the kernel is used only where the layer upstream sums the error (over
+rows, for its bias). Elsewhere Inductor fuses f' r, which may be GELU's with one exponential, and f'' d t separately.
+
 The other GELUs, in half dtypes on a GPU, are decomposed with one exponential (`half_gelu.py`).
 """
 

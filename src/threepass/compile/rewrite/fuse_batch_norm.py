@@ -6,6 +6,10 @@
 
 The error of a residual block's output is computed in the same kernel. The error of a rectifier's input is a tensor in
 memory with a gate: there the kernel applies the gate, and Inductor recomputes the error where it is used.
+
+The rule cannot call `moments` itself: the kernel pays only where the signal is in memory, which depends on the
+operation that computes it and on the rewrites before this one. Where it is not, the sums have to be in the formulas,
+for Inductor to fuse.
 """
 
 import operator

@@ -5,6 +5,11 @@
 
 The sums over a residual connection, t_1 + t_2 in pass 3 and that of R{d} in exact mode, are fused into them.
 
+Their parts are found here, because a rule cannot offer them as one operation each. The gradients of scale and shift are
+in them, and those are taken by the engine, for all rules in one place (`core/gradients.py`): the plan decides whether
+the error is multiplied by x̂, t̂ or a mix of them, and exact mode takes this product only in its backward pass, beside
+that of R{d}. The mix and the sums belong to the operations upstream and downstream.
+
 The kernels need signals that are contiguous by rows. Signals with other strides are computed that way from the start;
 but not in a graph that depends on strides itself (`as_strided`, from in-place operations).
 """

@@ -14,7 +14,7 @@ sm_90 can be wrong. An operand's address for a tensor core's product (wgmma) has
 in its lower half, and its swizzle, which depends on the width, in its upper half. A block of k and a later one of v can
 have the same place; where their upper halves differ, ptxas 12.8.93, which comes with Triton 3.6 and 3.7, may compute
 one of the two from a register that was never written. Products then read whatever lies there, or outside of memory.
-`tests/kernels/test_kernels_attention_code.py` looks for such reads.
+`tests/kernels/test_attention_code.py` looks for such reads.
 """
 
 from dataclasses import dataclass

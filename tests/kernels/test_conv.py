@@ -108,7 +108,7 @@ def test_operations_can_be_traced():
 
 @needs_triton
 def test_kernels_in_the_interpreter():
-    interpreted("test_kernels_conv", "check_kernels")
+    interpreted("test_conv", "check_kernels")
 
 
 def check_kernels() -> None:
