@@ -118,6 +118,18 @@ def check_kernels() -> None:
             _check_case(case, dtype, tolerance)
     _check_rounding()
     _check_results_in_tf32()
+    _check_shared_memory()
+
+
+def _check_shared_memory() -> None:
+    """A GPU of compute capability 8.6 has the least of those that the kernels run on: 99 KiB for a block."""
+    from threepass.kernels.conv import triton_kernel as conv_triton
+
+    for table in (conv_triton.FORWARD, conv_triton.INPUT, conv_triton.THIN_INPUT):
+        for (size, _), b in table.items():
+            assert b.stages * b.k * (b.pixels + conv.FEW) * size <= 96 * 2**10
+    for size, b in ((4, conv_triton.NARROW_WEIGHT), *((size, b) for (size, _), b in conv_triton.WEIGHT.items())):
+        assert b.stages * b.pixels * (b.tiles * b.k + conv.FEW) * size <= 96 * 2**10
 
 
 def _check_case(case, dtype: torch.dtype, tolerance: float) -> None:

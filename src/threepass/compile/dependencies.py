@@ -132,8 +132,8 @@ class Snapshot:
     def remember(self, *others: tuple[Callable[[Any], Any], list[Any]]) -> None:
         """Records what `is_unchanged` compares with; others: functions, and objects of which they return a part."""
         groups = ((itemgetter(*names), fields) for names, fields in self.fields.items() if names)
-        looks: list[tuple[Callable[[Any], Any], list[Any]]] = [(len, self.sized), *groups, *others]
-        self._looks = [(look, objects, [*map(look, objects)]) for look, objects in looks if objects]
+        parts: list[tuple[Callable[[Any], Any], list[Any]]] = [(len, self.sized), *groups, *others]
+        self._parts = [(part_of, objects, [*map(part_of, objects)]) for part_of, objects in parts if objects]
         self.copies = [*map(_copied, self.containers)]
         self._contents = [*self.copies, *map(dict, self.members)]
         self._live = [*self.containers, *self.members]
@@ -142,8 +142,8 @@ class Snapshot:
 
     def is_unchanged(self) -> bool:
         """Whether the contents are the same. Lists do not compare elements that are the same object."""
-        for look, objects, seen in self._looks:
-            if [*map(look, objects)] != seen:
+        for part_of, objects, before in self._parts:
+            if [*map(part_of, objects)] != before:
                 return False
         return all(map(is_, self._identified(), self._identities)) and self._live == self._contents
 
@@ -358,7 +358,7 @@ class Dependencies:
             self._add(f"{path}[{i}]", hook)
             self.items[f"{path}[{i}] itself"] = Identity(hook)
 
-    def _looks(self, module: nn.Module | None) -> Snapshot:
+    def _snapshot_for(self, module: nn.Module | None) -> Snapshot:
         """Where a module's dicts belong: one that a step writes to would have another version at every call."""
         versioned = DICTS_HAVE_VERSIONS and module is not None and not self._ignored.get(module)
         return self._versioned if versioned else self._always
@@ -366,10 +366,11 @@ class Dependencies:
     def _entries(self, fields: dict[str, Any], kind: str, module: nn.Module | None = None) -> None:
         """A dict of a module, whose values are compared by identity; people also put another dict in its place."""
         if fields[kind]:
-            looks = self._looks(module if type(fields[kind]) is dict else None)  # others change order in one version
-            looks.members.append(fields[kind])
-            looks.owners.append(fields)
-            looks.owned.append(kind)
+            # other dicts change order in one version
+            snapshot = self._snapshot_for(module if type(fields[kind]) is dict else None)
+            snapshot.members.append(fields[kind])
+            snapshot.owners.append(fields)
+            snapshot.owned.append(kind)
         else:
             self._empty.append(fields[kind])
 
@@ -383,24 +384,24 @@ class Dependencies:
         whole: bool = False,
     ) -> None:
         """Watches the entries `chosen` of a `__dict__` or a similar mapping; whole: adding an entry is a change too."""
-        compared, looks = [], self._looks(module)
+        compared, snapshot = [], self._snapshot_for(module)
         if whole:
-            looks.sized.append(fields)
+            snapshot.sized.append(fields)
         if isinstance(fields, dict):
             self._restorable.append((fields, {name: fields[name] for name in chosen}, set(fields) if whole else None))
         for name in chosen:
             value = fields[name]
             if isinstance(value, Tensor):
-                looks.owners.append(fields)
-                looks.owned.append(name)
+                snapshot.owners.append(fields)
+                snapshot.owned.append(name)
             else:
                 compared.append(name)
             if module is not None:
                 self.attributes[f"{path}.{name}"] = Attribute(module, name)
             self._add(f"{path}.{name}", value, scope)
-        if module is not None:  # dicts with entries are looked at one by one
+        if module is not None:  # dicts with entries are compared one by one
             compared += [kind for kind in _REPLACED if not fields[kind]]
-        looks.fields[tuple(compared)].append(fields)
+        snapshot.fields[tuple(compared)].append(fields)
 
     def _class(self, cls: type, whole: bool = False) -> bool:
         """Walks a class of the user's, and those that it is derived from; False for a class of a library.
