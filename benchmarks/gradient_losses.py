@@ -139,7 +139,7 @@ def ours(problem: Problem, compile: bool | str = False) -> Step:
     (program,) = step.compiled.programs
     if not next(iter(problem.x.values())).is_cuda:
         return Step(run, run)
-    return Step(run, lambda: program.captured.ungraphed(*program.captured.inputs))
+    return Step(run, lambda: program.captured.run_without_graph(*program.captured.inputs))
 
 
 METHODS: dict[str, Callable[[Problem], Step]] = {

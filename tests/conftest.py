@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 
-from threepass.kernels.fusible import is_for_compiler
+from threepass.tracing import is_for_compiler
 
 with warnings.catch_warnings(), forward_ad.dual_level():  # the first dual tensor imports a module that warns
     warnings.simplefilter("ignore")
@@ -62,7 +62,7 @@ def as_on_a_gpu(monkeypatch, traced_for_kernels):
 
     def use(*modules, any_format=False):
         for module in modules:
-            conditions = {"fits", "can_gate"} & vars(module).keys()
+            conditions = {"fits", "can_gate", "is_faster"} & vars(module).keys()
             assert conditions or "runs_on" in vars(module), f"{module.__name__} does not ask where kernels run"
             for name in conditions:
                 condition = always if any_format else vars(module)[name]

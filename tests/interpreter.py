@@ -19,14 +19,15 @@ needs_triton = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for
 
 # The modules of `threepass.kernels` that have Triton functions, and the tests that run every one of them
 RUN_BY = {
-    "activation.triton_kernel": "test_kernels_activation",
+    "activation.triton_kernel": "test_activation",
     "attention.triton_kernel": "test_attention",
-    "batch_norm.triton_kernel": "test_kernels_batch_norm",
-    "conv.triton_kernel": "test_kernels_conv",
-    "layer_norm.triton_kernel": "test_kernels_layer_norm",
-    "product_triton": "test_kernels_conv",
-    "rounding_triton": "test_kernels_layer_norm",
-    "sums_triton": "test_kernels_activation",
+    "batch_norm.triton_kernel": "test_batch_norm",
+    "conv.triton_kernel": "test_conv",
+    "layer_norm.triton_kernel": "test_layer_norm",
+    "load_triton": "test_activation",
+    "product_triton": "test_conv",
+    "rounding_triton": "test_layer_norm",
+    "sums_triton": "test_activation",
 }
 
 

@@ -88,6 +88,22 @@ def test_private_names_of_torch_stand_in_one_file(file):
     assert private_names(ast.parse((SOURCE / file).read_text())) == set()
 
 
+def private_keywords(tree: ast.AST) -> set[str]:
+    """Keywords of calls that begin with an underscore: functions of this library take none."""
+    return {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword) and (node.arg or "").startswith("_")}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_private_keywords_of_torch_stand_in_one_file(file):
+    assert private_keywords(ast.parse((SOURCE / file).read_text())) == set()
+
+
+def test_which_keywords_count_as_private():
+    assert private_keywords(ast.parse("make_fx(f, *a, tracing_mode=_x, _allow_non_fake_inputs=True, **_z)")) == {
+        "_allow_non_fake_inputs"
+    }
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_private_attributes_are_listed(file):
     listed = {name for names in _torch_compat.PRIVATE_ATTRIBUTES.values() for name in names}

@@ -103,6 +103,7 @@ __all__ = [
     "leaky_relu_",
     "local_scalar_dense",
     "make_fx",
+    "make_symbolic_fx",
     "nested_from_mask",
     "no_dispatch_modes",
     "number_of_dispatch_modes",
@@ -238,6 +239,11 @@ def overload_of(op: torch.library.CustomOpDef) -> Any:
 def entry_of(operation: Any) -> Callable[..., Any]:
     """What an `OpOverload` calls, in C++; seen in 2.10 to 2.13."""
     return operation._op
+
+
+def make_symbolic_fx(function: Callable[..., Any]) -> Callable[..., GraphModule]:
+    """`make_fx` with symbolic sizes, of a function that may use real tensors too; seen in 2.10 to 2.13."""
+    return make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)
 
 
 def arguments_of(operation: Any) -> Sequence[Any]:

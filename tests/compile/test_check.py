@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import threepass
 from threepass.compile.capture import Build, capture
-from threepass.compile.check import TIMES, Outputs, check, figures
+from threepass.compile.check import MAX_ERROR_RATIO, Outputs, check, figures
 from threepass.compile.trace import trace
 from threepass.core.engine import Task, run
 from threepass.core.options import Options
@@ -241,7 +241,7 @@ def test_errors_of_the_size_of_the_eager_ones_pass():
 
     check(program.plain, noisy(2**-8), values, len(program.state))
     with pytest.raises(CaptureError, match="compared with a float64 reference"):
-        check(program.plain, noisy(TIMES), values, len(program.state))
+        check(program.plain, noisy(MAX_ERROR_RATIO), values, len(program.state))
 
 
 def with_noise(program, values, names, size):
@@ -285,7 +285,7 @@ def test_a_number_beside_a_jump_may_come_out_on_the_other_side(monkeypatch):
     check(program.plain, rounded_otherwise, [a, b, w])
     with pytest.raises(CaptureError, match="compared with a float64 reference"):
         check(program.plain, lambda values: [1.5 * z for z in rounded_otherwise(values)], [a, b, w])
-    monkeypatch.setattr("threepass.compile.check.LARGER_NUDGES", ())
+    monkeypatch.setattr("threepass.compile.check.LARGER_PERTURBATIONS", ())
     with pytest.raises(CaptureError, match="compared with a float64 reference"):
         check(program.plain, rounded_otherwise, [a, b, w])
 

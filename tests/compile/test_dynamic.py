@@ -245,8 +245,8 @@ def test_where_a_size_is_fixed_each_has_a_program(rows, caplog):
     (said,) = [text for text in caplog.messages if "a separate program is captured" in text]
     assert said == (
         "a separate program is captured for each size of paper mode, float64[*, 4], int64[*], because the step "
-        "converts every size that changes into a Python number, for example by int() or len(), so the program would be "
-        "right for these sizes alone; use z.shape[0] without converting it"
+        "converts every dynamic size into a Python number (by int() or len(), say), so the program would be valid for "
+        "these sizes only; use z.shape[0] without converting it"
     )
 
 

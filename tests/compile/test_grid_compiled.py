@@ -25,6 +25,7 @@ UNCAPTURED = {  # a tensor's value is read, an operation has no shape function, 
 
 
 CASES_WITHOUT_DRAWS = [c for c in CASES if not c.random]
+CASES_THAT_DRAW = [c for c in CASES if c.random]
 
 
 @pytest.mark.slow
@@ -65,8 +66,21 @@ def check_captured(case, mode, compile):
 
 @pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
 @pytest.mark.parametrize("mode", ["paper", "exact"])
-@pytest.mark.parametrize("case", [c for c in CASES if c.random], ids=str)
-def test_a_case_that_draws_is_captured_and_its_seed_decides(case, mode, graph_only):
+@pytest.mark.parametrize("case", CASES_THAT_DRAW, ids=str)
+@pytest.mark.usefixtures("graph_only")
+def test_a_case_that_draws_is_captured_and_its_seed_decides(case, mode):
+    check_seeds(case, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+@pytest.mark.parametrize("case", CASES_THAT_DRAW, ids=str)
+def test_a_case_that_draws_is_compiled_and_its_seed_decides(case, mode):
+    check_seeds(case, mode)
+
+
+def check_seeds(case, mode):
     model, loss_fn, x, y = case.build()
     step = threepass.ThreePass(model, loss_fn, alpha=0.3, mode=mode, compile="require")
     if case.name in UNCAPTURED:

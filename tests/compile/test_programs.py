@@ -227,7 +227,7 @@ def test_a_last_smaller_batch_and_many_lengths(graph_only):
     assert [entry.label for entry in step.compiled.programs.entries] == [
         "paper mode, float64[8, 6], int64[8]", "paper mode, float64[*, 6], int64[*]"
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="max_programs must be a positive whole number, got 0"):
+    with pytest.raises(ValueError, match="max_programs must be a positive integer, got 0"):
         step.compiled.max_programs = 0
 
 

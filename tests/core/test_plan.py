@@ -8,9 +8,9 @@ from torch.nn import functional as F
 from threepass.core.engine import Task, forward
 from threepass.core.options import Options
 from threepass.core.plan import MixForm, Plan, Terms, make_plan
-from threepass.kernels.fusible import tracing_for
 from threepass.rules import affine
 from threepass.tape.record import Record
+from threepass.tracing import tracing_for
 
 WEIGHTS = torch.tensor(0.3), torch.tensor(0.7)
 HALF = [torch.bfloat16, torch.float16]
@@ -53,7 +53,7 @@ def test_half_formats_form_no_mix_but_the_relative_one(mode, dtype):
 
 
 def test_cheap_products_stay_separate_in_half_formats(monkeypatch):
-    monkeypatch.setattr(affine.conv_kernels, "pays", lambda *arguments: True)
+    monkeypatch.setattr(affine.conv_kernels, "is_faster", lambda *arguments: True)
     assert plan(Options(), dtype=torch.bfloat16, compiled=True).terms is Terms.SEPARATE
     assert plan(Options(mode="exact"), dtype=torch.bfloat16, compiled=True).terms is Terms.MIXED_PRODUCT
     assert plan(Options(), compiled=True).terms is Terms.MIXED_SIGNAL

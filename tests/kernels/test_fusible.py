@@ -11,7 +11,8 @@ from threepass.compile.trace import trace
 from threepass.core.engine import Task, run
 from threepass.core.options import Options
 from threepass.kernels import norm
-from threepass.kernels.fusible import FORMULAS, fusible, one_node_each
+from threepass.kernels.fusible import FORMULAS, fusible
+from threepass.tracing import one_node_each
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
 

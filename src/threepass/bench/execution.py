@@ -109,7 +109,7 @@ def _three_pass(method: str, model: nn.Module, batch: Sequence[Tensor], compile:
     order = [places[id(p)] for p in weights(model).values()]
 
     def bare() -> Sequence[Tensor]:
-        grads = program.ungraphed(*inputs)
+        grads = program.run_without_graph(*inputs)
         return [grads[i] for i in order]
 
     def call() -> None:

@@ -22,13 +22,14 @@ from . import inductor
 from .check import NOTHING, Outputs, check
 from .cuda_graph import CudaGraph
 from .dynamic import Dimensions, Guards, SymbolicInputs
+from .eager_program import eager_program
 from .indices import IndexRanges
 from .rewrite.graph import is_ours
 from .trace import Fn, Program, trace
-from .uncompiled import uncompiled
 
 _ours = torch.ops.threepass
-_FAR = {torch.float64: 1e-6, torch.float32: 1e-2}  # of a result's size: far more than rounding, in other formats 0.2
+# Of a result's size: far more than rounding; in other dtypes 0.2.
+_TRACE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 _NO_KERNELS = (
     _ours.convolution,
     _ours.materialized,
@@ -101,22 +102,22 @@ class Captured:
         if self._ranges is not None:
             self._ranges.check([*self.program.state, *inputs])
 
-    def ungraphed(self, *inputs: Tensor) -> list[Tensor]:
+    def run_without_graph(self, *inputs: Tensor) -> list[Tensor]:
         with torch.no_grad():
             return list(self.run([*self.program.state, *inputs]))
 
     def record(
         self, inputs: Sequence[Tensor], restore: Callable[[], Any] = contextlib.nullcontext, pool: Any = None
     ) -> None:
-        """Makes the CUDA graph; `restore` puts back what the function writes to while it warms up."""
+        """Makes the CUDA graph; `restore` restores what the function writes to while it warms up."""
         self.inputs = [z.clone() for z in inputs]
         with _on_device_of(inputs):
-            self.graph = CudaGraph(lambda: self.ungraphed(*self.inputs), restore, pool)
+            self.graph = CudaGraph(lambda: self.run_without_graph(*self.inputs), restore, pool)
         self.outputs = self.graph.outputs
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         if self.graph is None:
-            return self.ungraphed(*inputs)
+            return self.run_without_graph(*inputs)
         with _on_device_of(self.inputs):
             for mine, theirs in zip(self.inputs, inputs, strict=True):
                 mine.copy_(theirs, non_blocking=True)
@@ -153,7 +154,7 @@ def capture(
     """Traces fn for inputs of these shapes, compiles it, and checks the compiled program (`check.py`).
 
     Args:
-        restore: a context that puts back what fn writes to (buffers), because tracing and warming up run it.
+        restore: a context that restores what fn writes to (buffers), because tracing and warming up run it.
         weights: the tensor, one of the inputs or one that fn refers to, that has the weights of the two terms as the
             first two entries of its last dimension: the check then tells the terms apart.
         known: the names of outputs, for the error if one is wrong, and which of them are penalties.
@@ -172,7 +173,7 @@ def capture(
             program = trace(fn, [z.clone() for z in inputs], build.kernels, symbolic, build.compiled)
         if build.kernels and on_gpu:
             inductor.warm_up(program.graph.graph)
-        captured = Captured(program, inductor.compiled(program, inputs) if build.compiled else uncompiled(program))
+        captured = Captured(program, inductor.compiled(program, inputs) if build.compiled else eager_program(program))
         if symbolic is not None:
             captured.guards = symbolic.guards()
             _compare_with_eager(program, fn, inputs, restore)
@@ -205,13 +206,13 @@ def _compare_with_eager(program: Program, fn: Fn, inputs: Sequence[Tensor], rest
     with torch.no_grad():
         found = program.plain(*(z.clone() for z in (*program.state, *inputs)))
     largest = max(z.double().norm() for z in expected if z.is_floating_point())
-    for ours, theirs in zip(found, expected, strict=True):
-        if ours.is_floating_point():
-            difference = (ours.double() - theirs.double()).norm()
-            rounding = min(100 * torch.finfo(theirs.dtype).eps, 0.02) * largest  # a bias before batch norm has no more
-            if difference > _FAR.get(theirs.dtype, 0.2) * theirs.double().norm() + rounding:
+    for traced, eager in zip(found, expected, strict=True):
+        if traced.is_floating_point():
+            difference = (traced.double() - eager.double()).norm()
+            rounding = min(100 * torch.finfo(eager.dtype).eps, 0.02) * largest  # a bias before batch norm has no more
+            if difference > _TRACE_TOLERANCE.get(eager.dtype, 0.2) * eager.double().norm() + rounding:
                 raise CaptureError(
-                    "traced with dynamic shapes, the model gives other results than eagerly. Its code may use "
+                    "with dynamic shapes the traced model gives different results than the eager one: its code may use "
                     "isinstance(n, int) or str(n) of a size n, which guards do not record"
                 )
 

@@ -45,19 +45,20 @@ from ..errors import CaptureError, UncheckedWarning, warn_caller
 from ..numerics.precision import HALF
 from ..tape.inputs import is_float
 
-TIMES = 5  # a compiled error of more than so many times the eager one is refused
+MAX_ERROR_RATIO = 5  # a compiled error of more than so many times the eager one is refused
 # Further eager runs, before a program is refused, on values that differ by so many rounding errors.
-NUDGES = (1, 1, 1, 1)
-LARGER_NUDGES = (8, 8, 64, 64, 64, 64)  # after the others, where the graph has jumps
-_LARGEST_NUDGE = 2.0**-16  # of a value: in low precision single jumps are not larger than rounding
+PERTURBATIONS = (1, 1, 1, 1)
+LARGER_PERTURBATIONS = (8, 8, 64, 64, 64, 64)  # after the others, where the graph has jumps
+_LARGEST_PERTURBATION = 2.0**-16  # of a value: in low precision single jumps are not larger than rounding
 AMPLIFIED = 10  # by so much the third term is larger than the first one while it is compared
-_SMALL = 0.01  # a third term of less than this part of the first one is measured against the first
-_LITTLE = 1e-3  # entries of less than this part of those of the median output are measured against that part of them
+_SMALL_TERM_TOLERANCE = 0.01  # a third term of less than this part of the first one is measured against the first
+# Entries of less than this part of those of the median output are measured against that part of them.
+_SMALL_OUTPUT_TOLERANCE = 1e-3
 # An output whose entries are less than this part of the largest output's, in the float64 reference, is zero but for
 # rounding, as the gradient of a bias before a batch norm is. Rounding errors of the large terms that cancel in it are
 # all that it has in lower precision, so that they are measured against the largest output.
 _ZERO = 1e-9
-_HOPELESS = 0.5  # an eager error of this size: the output has no digits in this precision that could be compared
+_MAX_EAGER_ERROR = 0.5  # an eager error of this size: the output has no digits in this precision that could be compared
 _DOUBLE = 1e-10  # in float64: far more than rounding, far less than a fault
 # What a float32 sum of some thousand terms may lose if they are added one after another, as Inductor's loops do, where
 # the eager kernel adds them in pairs: the gradient of a bias before a mean over tokens is a sum of equal terms.
@@ -119,18 +120,18 @@ def check(
     parts = [Part("", references[0], compiled[0], epsilon, penalties)]
     if weights is not None:
         back, third = references
-        sizes = [_SMALL * _norm([b]) for b in back]
+        sizes = [_SMALL_TERM_TOLERANCE * _norm([b]) for b in back]
         parts = [
             Part("backpropagation's part of ", back, compiled[0], epsilon, penalties),
             Part("the third pass's part of ", [t * k for t in third], compiled[1], epsilon, penalties, sizes),
         ]
     for part, found in zip(parts, _terms(graph, eager, values, weights, k), strict=True):
         part.compare_with(found)
-    for seed, errors in enumerate(_nudges(graph, epsilon)):
+    for seed, errors in enumerate(_perturbations(graph, epsilon)):
         if all(part.worst()[0] <= 1 for part in parts):
             break
-        nudged = _nudged(values, errors * epsilon, seed, but=weights)
-        for part, found in zip(parts, _terms(graph, eager, nudged, weights, k), strict=True):
+        perturbed = _perturbed(values, errors * epsilon, seed, but=weights)
+        for part, found in zip(parts, _terms(graph, eager, perturbed, weights, k), strict=True):
             part.compare_with(found)
     for part in parts:
         part.judge(outputs.names)
@@ -146,10 +147,10 @@ def _amplification(back: Sequence[Tensor], third: Sequence[Tensor]) -> float:
     return k if 1e-30 < k < 1e30 else 1.0
 
 
-def _nudges(graph: GraphModule, epsilon: float) -> list[int]:
+def _perturbations(graph: GraphModule, epsilon: float) -> list[int]:
     """By how many rounding errors the values of further eager runs differ."""
-    larger = LARGER_NUDGES if any(map(_jumps, graph.graph.nodes)) else ()
-    return [*NUDGES, *(n for n in larger if n * epsilon < _LARGEST_NUDGE)]
+    larger = LARGER_PERTURBATIONS if any(map(_jumps, graph.graph.nodes)) else ()
+    return [*PERTURBATIONS, *(n for n in larger if n * epsilon < _LARGEST_PERTURBATION)]
 
 
 _JUMPS = (
@@ -168,25 +169,25 @@ def _jumps(node: Node) -> bool:
     return takes_floats and any(not (z.is_floating_point() or z.is_complex()) for z in results)
 
 
-def _nudged(values: Sequence[Tensor], epsilon: float, seed: int, but: int | None) -> list[Tensor]:
+def _perturbed(values: Sequence[Tensor], epsilon: float, seed: int, but: int | None) -> list[Tensor]:
     """The values, each entry multiplied by 1 +- epsilon at random."""
     generator = torch.Generator().manual_seed(seed)
 
-    def nudge(z: Tensor) -> Tensor:
+    def perturb(z: Tensor) -> Tensor:
         signs = torch.randint(2, z.shape, generator=generator).to(z.device) * 2 - 1
         return z * (1 + epsilon * signs).to(z.dtype)
 
-    return [nudge(z) if z.is_floating_point() and i != but else z for i, z in enumerate(values)]
+    return [perturb(z) if z.is_floating_point() and i != but else z for i, z in enumerate(values)]
 
 
 def epsilon_of(graph: GraphModule) -> float:
     """The rounding error of the lowest precision that the graph computes in; of float64, what is far from any error."""
     values = [node.meta.get("val") for node in graph.graph.nodes]
     tensors = [z for z in values if isinstance(z, Tensor) and z.is_floating_point()]
-    formats = {z.dtype for z in tensors}
-    if formats & set(HALF):
+    dtypes = {z.dtype for z in tensors}
+    if dtypes & set(HALF):
         return 2.0**-9
-    if torch.float32 not in formats:
+    if torch.float32 not in dtypes:
         return _DOUBLE
     tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
     return 2.0**-12 if tf32 and any(z.is_cuda for z in tensors) else 2.0**-24
@@ -221,7 +222,7 @@ def _wide(z: Tensor) -> Tensor:
         return z.double()
     if z.is_complex():
         return z.to(torch.complex128)
-    return z.byte() if z.dtype == torch.bool else z  # truth values have no difference
+    return z.byte() if z.dtype == torch.bool else z  # booleans cannot be subtracted
 
 
 class Part:
@@ -240,7 +241,7 @@ class Part:
         sizes: Sequence[float] | None = None,
     ):
         entries = [_norm([ref]) / math.sqrt(max(1, ref.numel())) for ref in reference]
-        little = _LITTLE * sorted(entries)[len(entries) // 2] if entries else 0.0
+        little = _SMALL_OUTPUT_TOLERANCE * sorted(entries)[len(entries) // 2] if entries else 0.0
         largest = max(entries, default=0.0)
         least = [largest if 0 < entry < _ZERO * largest else little for entry in entries]
         floors = [entry * math.sqrt(ref.numel()) for entry, ref in zip(least, reference, strict=True)]
@@ -285,33 +286,33 @@ class Part:
         if math.isinf(excess):
             raise CaptureError(f"{what} of the captured step is not finite, but that of the eager step is")
         if excess > 1:
-            ours, theirs = getattr(self.eager[i], figure), getattr(self.compiled[i], figure)
+            eager, compiled = getattr(self.eager[i], figure), getattr(self.compiled[i], figure)
             raise CaptureError(
                 f"the captured step computes {what}, of shape {tuple(self.reference[i].shape)}, incorrectly: compared "
-                f"with a float64 reference, its {_WORDS[figure]} is {theirs:.1e}, that of the eager step {ours:.1e}. "
-                "Please report this with your model: either a rewrite or the compiler has a bug, or this check is too "
+                f"with a float64 reference, its {_WORDS[figure]} is {compiled:.1e}, that of the eager step {eager:.1e}."
+                " Please report this with your model: either a rewrite or the compiler has a bug, or this check is too "
                 "strict"
             )
 
 
 def excesses(
-    ours: Sequence[Figures], theirs: Sequence[Figures], sizes: Sequence[int], epsilon: float
+    eager: Sequence[Figures], compiled: Sequence[Figures], sizes: Sequence[int], epsilon: float
 ) -> list[tuple[float, int, str]]:
     """Of each output and figure, the compiled one as a multiple of what the eager ones allow.
 
     That is several times the eager figure of this output or, because one alone may be small by luck, of all together.
     """
-    known = [f for f in ours if f.error < _HOPELESS]
+    known = [f for f in eager if f.error < _MAX_EAGER_ERROR]
     usual = Figures(*(math.sqrt(sum(getattr(f, name) ** 2 for f in known) / max(1, len(known))) for name in _NAMES))
     least = 4 * epsilon + (0.0 if epsilon == _DOUBLE else _SUMMED)
     found = []
-    for i, (e, c, size) in enumerate(zip(ours, theirs, sizes, strict=True)):
+    for i, (e, c, size) in enumerate(zip(eager, compiled, sizes, strict=True)):
         if not math.isfinite(e.error):
             continue
         spread = e.error / math.sqrt(max(1, size))
         allowed = {"error": (e.error, usual.error), "row": (e.row, usual.row), "slope": (e.slope, usual.slope, spread)}
         for name, values in allowed.items():
-            limit = TIMES * (max(values) + least) if e.error < _HOPELESS else 100.0 * max(1.0, e.error)
+            limit = MAX_ERROR_RATIO * (max(values) + least) if e.error < _MAX_EAGER_ERROR else 100.0 * max(1.0, e.error)
             found.append((getattr(c, name) / limit, i, name))
     return found
 
@@ -363,18 +364,18 @@ class InDouble(Interpreter):
                 return node.target(*args, **kwargs)
             except torch.OutOfMemoryError:
                 raise
-            except Exception:  # whatever a library raises for an unknown format
+            except Exception:  # whatever a library raises for an unknown dtype
                 pass
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: _like(self.env[n], n.meta.get("val")))
         return tree_map(_wide_if_tensor, node.target(*args, **kwargs))
 
 
 def _is_narrow_attention(node: Any) -> bool:
-    """Fused attention of a narrower format. cuDNN's takes float64 without an error and returns NaN; others raise."""
+    """Fused attention of a narrower dtype. cuDNN's takes float64 without an error and returns NaN; others raise."""
     return "scaled_dot_product" in str(node.target) and node.args[0].meta["val"].dtype != torch.float64
 
 
-_HALF_TO_FLOAT = (aten_softmax.default, aten_log_softmax.default)  # their last argument is for half formats
+_HALF_TO_FLOAT = (aten_softmax.default, aten_log_softmax.default)  # their last argument is for half dtypes
 
 
 def _in_double(z: Any) -> Any:
@@ -386,7 +387,7 @@ def _wide_if_tensor(z: Any) -> Any:
 
 
 def _like(value: Any, example: Any) -> Any:
-    """A value in the formats that the node had in the step itself."""
+    """A value in the dtypes that the node had in the step itself."""
     if isinstance(value, Tensor) and isinstance(example, Tensor):
         return value.to(example.dtype)
     if isinstance(value, (tuple, list)) and isinstance(example, (tuple, list)):

@@ -13,7 +13,7 @@ WARM_UP = 3  # runs before a CUDA graph is recorded
 class CudaGraph:
     """f() recorded as a CUDA graph, after a warm-up on a stream of its own; `outputs` are overwritten by `replay`.
 
-    restore: a context that puts back what f writes to, around each run of the warm-up. pool: memory shared with graphs
+    restore: a context that restores what f writes to, around each run of the warm-up. pool: memory shared with graphs
     that never run at the same time.
     """
 

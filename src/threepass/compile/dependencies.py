@@ -2,8 +2,8 @@
 
 A `Dependencies` object describes the same things twice:
 
-    items      {path: hashable value}: compares two states of a model, and names what changed between them
-    hold()     a quick look at the same objects, in a few C-speed comparisons: is everything as it was?
+    items           {path: hashable value}: compares two states of a model, and names what changed between them
+    is_unchanged()  compares the same objects with what they were, in a few comparisons at C speed: has nothing changed?
 
 What is walked: modules with all of their attributes, parameters, buffers and hooks; functions with their closures,
 default arguments and the globals that their code names; partials and bound methods; lists, dicts, sets and tuples; of
@@ -126,8 +126,8 @@ class Scope(NamedTuple):
 WHOLE, NAMED = Scope(), Scope(named=True)
 
 
-class Looks:
-    """Objects, and what was seen of them."""
+class Snapshot:
+    """Objects, and their contents when `remember` was called."""
 
     def __init__(self) -> None:
         self.sized: list[Any] = []  # what has as many entries as before
@@ -140,20 +140,20 @@ class Looks:
         self.members: list[dict[Any, Any]] = []  # parameters, buffers, submodules and hooks, each with its owner above
 
     def remember(self, *others: tuple[Callable[[Any], Any], list[Any]]) -> None:
-        """Records what `hold` compares with; others: functions, and objects of which they return a part."""
+        """Records what `is_unchanged` compares with; others: functions, and objects of which they return a part."""
         groups = ((itemgetter(*names), fields) for names, fields in self.fields.items() if names)
-        looks: list[tuple[Callable[[Any], Any], list[Any]]] = [(len, self.sized), *groups, *others]
-        self._looks = [(look, objects, [*map(look, objects)]) for look, objects in looks if objects]
+        parts: list[tuple[Callable[[Any], Any], list[Any]]] = [(len, self.sized), *groups, *others]
+        self._parts = [(part_of, objects, [*map(part_of, objects)]) for part_of, objects in parts if objects]
         self.copies = [*map(_copied, self.containers)]
         self._contents = [*self.copies, *map(dict, self.members)]
         self._live = [*self.containers, *self.members]
         self._elements = [*map(_elements_of, chain(self.mixed, self.members))]
         self._identities = [*self._identified()]
 
-    def hold(self) -> bool:
-        """Whether they look the same. Lists take elements that are the same object for equal without a look at them."""
-        for look, objects, seen in self._looks:
-            if [*map(look, objects)] != seen:
+    def is_unchanged(self) -> bool:
+        """Whether the contents are the same. Lists do not compare elements that are the same object."""
+        for part_of, objects, before in self._parts:
+            if [*map(part_of, objects)] != before:
                 return False
         return all(map(is_, self._identified(), self._identities)) and self._live == self._contents
 
@@ -192,8 +192,8 @@ class Dependencies:
         self._torch_generators: list[tuple[torch.Generator, Tensor]] = []  # restored; programs do not draw from them
         self._functions: list[Any] = []
         self._tensors: list[Tensor] = []
-        self._always = Looks()
-        self._versioned = Looks()  # of modules' dicts, each of which has a version
+        self._always = Snapshot()
+        self._versioned = Snapshot()  # of modules' dicts, each of which has a version
 
         self.flags = flags()
         for root, value in roots.items():
@@ -203,7 +203,7 @@ class Dependencies:
             self._hooks(f"torch.nn.modules.module._global{kind}", hooks, kind)
 
     def _remember(self) -> None:
-        """Records what `hold` compares with."""
+        """Records what `is_unchanged` compares with."""
         self._generator_states = [*map(_state_of, self._generators)]
         self._cell_values = [*map(_contents, self._always.cells)]
         self._dicts = [*self._versioned.sized, *self._versioned.members]
@@ -222,17 +222,17 @@ class Dependencies:
         strides: Any = [list(z.stride()) for z in self._tensors]
         self._guards = TensorGuards(*self._tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
-    def hold(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether nothing has changed. May say no where the full description is the same; never the other way round.
 
         A dict whose version is the same has the same entries; where one is another, values are compared.
         """
         try:
             versions = [*map(dict_version, self._dicts)]
-            if flags() != self.flags or any(self._empty) or not self._always.hold():
+            if flags() != self.flags or any(self._empty) or not self._always.is_unchanged():
                 return False
             if versions != self._versions:
-                if not self._versioned.hold():
+                if not self._versioned.is_unchanged():
                     return False
                 self._versions = versions
             return self._guards.check(*self._tensors)
@@ -368,7 +368,7 @@ class Dependencies:
             self._add(f"{path}[{i}]", hook)
             self.items[f"{path}[{i}] itself"] = Identity(hook)
 
-    def _looks(self, module: nn.Module | None) -> Looks:
+    def _snapshot_for(self, module: nn.Module | None) -> Snapshot:
         """Where a module's dicts belong: one that a step writes to would have another version at every call."""
         versioned = DICTS_HAVE_VERSIONS and module is not None and not self._ignored.get(module)
         return self._versioned if versioned else self._always
@@ -376,10 +376,11 @@ class Dependencies:
     def _entries(self, fields: dict[str, Any], kind: str, module: nn.Module | None = None) -> None:
         """A dict of a module, whose values are compared by identity; people also put another dict in its place."""
         if fields[kind]:
-            looks = self._looks(module if type(fields[kind]) is dict else None)  # others change order in one version
-            looks.members.append(fields[kind])
-            looks.owners.append(fields)
-            looks.owned.append(kind)
+            # other dicts change order in one version
+            snapshot = self._snapshot_for(module if type(fields[kind]) is dict else None)
+            snapshot.members.append(fields[kind])
+            snapshot.owners.append(fields)
+            snapshot.owned.append(kind)
         else:
             self._empty.append(fields[kind])
 
@@ -393,24 +394,24 @@ class Dependencies:
         whole: bool = False,
     ) -> None:
         """Watches the entries `chosen` of a `__dict__` or a similar mapping; whole: adding an entry is a change too."""
-        compared, looks = [], self._looks(module)
+        compared, snapshot = [], self._snapshot_for(module)
         if whole:
-            looks.sized.append(fields)
+            snapshot.sized.append(fields)
         if isinstance(fields, dict):
             self._restorable.append((fields, {name: fields[name] for name in chosen}, set(fields) if whole else None))
         for name in chosen:
             value = fields[name]
             if isinstance(value, Tensor):
-                looks.owners.append(fields)
-                looks.owned.append(name)
+                snapshot.owners.append(fields)
+                snapshot.owned.append(name)
             else:
                 compared.append(name)
             if module is not None:
                 self.attributes[f"{path}.{name}"] = Attribute(module, name)
             self._add(f"{path}.{name}", value, scope)
-        if module is not None:  # dicts with entries are looked at one by one
+        if module is not None:  # dicts with entries are compared one by one
             compared += [kind for kind in _REPLACED if not fields[kind]]
-        looks.fields[tuple(compared)].append(fields)
+        snapshot.fields[tuple(compared)].append(fields)
 
     def _class(self, cls: type, whole: bool = False) -> bool:
         """Walks a class of the user's, and those that it is derived from; False for a class of a library.

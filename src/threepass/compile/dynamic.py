@@ -3,7 +3,7 @@
     varying = {(0, 0), (1, 0)}                dimension 0 of inputs 0 and 1: the batch, say
     symbolic = SymbolicInputs(inputs, varying)
     trace(fn, inputs, symbolic)               operations compute with the symbols
-    symbolic.guards().hold(other_inputs)      whether the program is right for these sizes too
+    symbolic.guards().hold(other_inputs)      whether the program is valid for these sizes too
 
 A trace is right for all sizes for which every decision that it made (a branch on a size, a check that two sizes are
 equal, a size that Python turned into a number) comes out the same. PyTorch's `ShapeEnv` records these decisions; they
@@ -35,7 +35,8 @@ class SymbolicInputs:
         """Fake tensors like parameters and buffers, whose sizes are numbers."""
         if any(isinstance(z, FakeTensor) for z in tensors):
             raise CaptureError(
-                "the graph refers to a tensor that was created during the trace and is no input of the step"
+                "the graph refers to a tensor that was created during the trace, and is not an input of the step: pass "
+                "it in x or y, or register it as a buffer"
             )
         return [self._mode.from_tensor(z, static_shapes=True) for z in tensors]
 
@@ -53,8 +54,8 @@ class SymbolicInputs:
         guards = Guards(self._mode.shape_env, self.inputs)
         if not guards.dynamic:
             raise CaptureError(
-                "the step converts every size that changes into a Python number, for example by int() or len(), so the "
-                "program would be right for these sizes alone; use z.shape[0] without converting it"
+                "the step converts every dynamic size into a Python number (by int() or len(), say), so the program "
+                "would be valid for these sizes only; use z.shape[0] without converting it"
             )
         return guards
 

@@ -58,9 +58,9 @@ def declare_statistics(graph: Graph) -> None:
 
 
 def widen_group_norms(graph: Graph) -> None:
-    """Group norms of a narrow format with float32 weights, as CPUs compute them under autocast, in float32.
+    """Group norms of a narrow dtype with float32 weights, as CPUs compute them under autocast, in float32.
 
-    Fake tensors have other formats than the results of these operations, so the graph would not fit its values.
+    Fake tensors have other dtypes than the results of these operations, so the graph would not fit its values.
     """
     for node in list(graph.nodes):
         forward = node.target is _aten.native_group_norm.default

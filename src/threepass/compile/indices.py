@@ -1,7 +1,7 @@
 """Indices in x and y that are out of range (class labels, tokens, edges of a graph), found before a program runs.
 
 PyTorch's operations raise an `IndexError`. The loops that Inductor makes for a CPU check their indices too, but in
-threads, where an exception ends the process. So every index that is computed from whole numbers alone is looked at
+threads, where an exception ends the process. So every index that is computed from integer tensors alone is checked
 before the program runs, and has not written to anything. Indices that are computed from activations, as by argmax, are
 in range.
 """
@@ -105,7 +105,7 @@ def _shape(node: Node) -> Sequence[Any]:
 
 
 def _whole_numbers(graph: Graph) -> set[Node]:
-    """The nodes that are computed from tensors of whole numbers and truth values alone."""
+    """The nodes that are computed from tensors of integers and booleans alone."""
     found: set[Node] = set()
     for node in graph.nodes:
         value = node.meta.get("val")

@@ -20,7 +20,7 @@ from torch.library import custom_op
 
 from ..errors import CaptureError
 from ..tape.replay import is_random_node
-from .rewrite.graph import call, put
+from .rewrite.graph import insert_call, replace_call
 
 _aten, _ours = torch.ops.aten, torch.ops.threepass
 
@@ -147,11 +147,11 @@ def seed_draws(graph: Graph) -> bool:
     for i, node in enumerate(seeded):
         if i == 0:
             with graph.inserting_before(marks[0]):
-                seeds = call(graph, _ours.seeds.default, (marks[0].args[0], len(seeded)))
+                seeds = insert_call(graph, _ours.seeds.default, (marks[0].args[0], len(seeded)))
         with graph.inserting_before(marks[0]):
-            seed = call(graph, _aten.select.int, (seeds, 0, i))
+            seed = insert_call(graph, _aten.select.int, (seeds, 0, i))
         if node.target in _DRAWN:
-            put(node, _DRAWN[node.target], node.args, {**node.kwargs, "seed": seed})
+            replace_call(node, _DRAWN[node.target], node.args, {**node.kwargs, "seed": seed})
         else:
             node.update_arg(_SEED_OF[node.target], seed)
     for mark in marks:

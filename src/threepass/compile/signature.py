@@ -95,7 +95,7 @@ class Signature:
     def state(self) -> State:
         """The state of the model, the loss and PyTorch's switches: the same object while nothing changes."""
         for i, (dependencies, state) in enumerate(self._recent):
-            if dependencies.hold():
+            if dependencies.is_unchanged():
                 if i:
                     self._recent.insert(0, self._recent.pop(i))
                 return state
@@ -126,7 +126,7 @@ class Signature:
         if _random_numbers() != drawn:
             raise CaptureError(
                 "the step draws numbers from Python's random module or numpy.random, which a captured program would "
-                "not draw again. Draw them by torch, as in torch.rand(()), and use torch.where instead of a branch"
+                "not draw again. Use torch's generators, as in torch.rand(()), and torch.where instead of a branch"
             )
         after = Dependencies(self._roots, {}).items  # whose shapes may have symbols
         for path, old, new in _changes(dependencies.items, after):
@@ -244,9 +244,8 @@ def _dense(z: Tensor) -> Tensor:
     """A contiguous copy of a view with gaps, as a CUDA graph's input has none."""
     if z.requires_grad and (not z.is_leaf or isinstance(z, nn.Parameter)):
         raise CaptureError(
-            "x or y contains a parameter or a tensor that was computed from tensors that require grad, and a captured "
-            "program passes no gradient on to them. Compute it inside the model, or pass z.detach() if no gradient is "
-            "wanted there"
+            "x or y contains a tensor that requires grad (a parameter, or computed from one), and a captured program "
+            "propagates no gradient into its inputs. Compute it inside the model, or pass z.detach()"
         )
     if z.layout != torch.strided:
         raise CaptureError(f"x or y contains a tensor of layout {z.layout}; only dense tensors can be captured")

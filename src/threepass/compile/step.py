@@ -84,7 +84,7 @@ def gradient_call(model: nn.Module, loss_fn: Callable[[Any, Any, Any], Tensor], 
 
 
 @dataclass
-class Step:
+class CapturedStep:
     """A captured call, and how its flat outputs make a result.
 
     graph_memory: the addresses of all gradients that CUDA graphs of this model write, of which each replay may
@@ -193,7 +193,7 @@ class CompiledSteps:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor], compile: bool | str = True):
         self.model, self.loss_fn = model, loss_fn
-        self.programs: Programs[Step] = Programs(Signature(model, loss_fn), compile)
+        self.programs: Programs[CapturedStep] = Programs(Signature(model, loss_fn), compile)
         self._weights: dict[Hashable, Tensor] = {}
         self._seed: Tensor | None = None
         self._newest: CudaGraph | None = None  # keeps the graphs' memory pool alive when others make room
@@ -211,7 +211,7 @@ class CompiledSteps:
     @max_programs.setter
     def max_programs(self, most: int) -> None:
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-            raise ValueError(f"max_programs must be a positive whole number, got {most!r}")
+            raise ValueError(f"max_programs must be a positive integer, got {most!r}")
         self.programs.max_programs = most
 
     @property
@@ -253,7 +253,7 @@ class CompiledSteps:
         step = None
         self.model, self.loss_fn = call.watched["model"], call.watched["loss_fn"]  # attributes of the step: may change
         try:
-            self._refuse_surroundings()
+            self._check_environment()
             flat, spec = flattened(x, y)
         except CaptureError as error:
             self.programs.refuse(error)
@@ -280,7 +280,7 @@ class CompiledSteps:
             seed = self._seed_for(step.captured.program, calls)
             return step(weights, seed, tensors, scaler, add)
 
-    def _refuse_surroundings(self) -> None:
+    def _check_environment(self) -> None:
         """Raises where a program cannot do what an eager step does."""
         if is_fully_sharded(self.model):
             raise CaptureError(
@@ -294,17 +294,17 @@ class CompiledSteps:
         if number_of_dispatch_modes():
             raise CaptureError("a TorchDispatchMode is active, which would not see the operations of a compiled step")
 
-    def _sizes(self, flat: list[Any], spec: TreeSpec, call: Call) -> Sizes[Step]:
+    def _sizes(self, flat: list[Any], spec: TreeSpec, call: Call) -> Sizes[CapturedStep]:
         tensors = [z for z in flat if isinstance(z, Tensor)]
         with torch.inference_mode(False):  # they are kept for other calls
             fixed = [self._weights_of(call.weights), self._seed_for(None, 0)]
 
-        def make(varying: Dimensions) -> Step:
+        def make(varying: Dimensions) -> CapturedStep:
             if any(step.captured.has_kernels for step in self.programs):
                 raise CaptureError("the step uses kernels of threepass, which are compiled for fixed sizes")
             return self._captured(flat, spec, call, frozenset((i + len(fixed), k) for i, k in varying))
 
-        def serves(step: Step) -> bool:
+        def serves(step: CapturedStep) -> bool:
             with torch.inference_mode(False):
                 return step.captured.serves([*fixed, *tensors])
 
@@ -335,7 +335,7 @@ class CompiledSteps:
             self._seed.fill_(calls % 2**31)
         return self._seed
 
-    def _captured(self, flat: list[Any], spec: TreeSpec, call: Call, varying: Dimensions | None = None) -> Step:
+    def _captured(self, flat: list[Any], spec: TreeSpec, call: Call, varying: Dimensions | None = None) -> CapturedStep:
         with torch.inference_mode(False):
             step = _capture(self, flat, spec, call, varying)
         if step.captured.graph is not None:
@@ -357,7 +357,10 @@ def capturable(model: nn.Module, signature: Signature) -> Iterator[None]:
     """Around a step in a trace: refuses what the program would get wrong in silence."""
     for module in model.modules():
         if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
-            raise CaptureError(f"{type(module).__name__} exchanges gradients between processes in hooks")
+            raise CaptureError(
+                f"{type(module).__name__} exchanges gradients between processes in hooks, which a captured program "
+                "would not run: pass its .module"
+            )
     with signature.capturing():
         buffers = [id(b) for b in model.buffers()]
         yield
@@ -365,7 +368,9 @@ def capturable(model: nn.Module, signature: Signature) -> Iterator[None]:
             raise CaptureError("the model replaces a buffer by another tensor; write to it in place")
 
 
-def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call, varying: Dimensions | None) -> Step:
+def _capture(
+    steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call, varying: Dimensions | None
+) -> CapturedStep:
     model, loss_fn, signature = steps.model, steps.loss_fn, steps.programs.signature
     names: list[str] = []
     labels: list[str] = []
@@ -387,7 +392,10 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call, 
         remaining = {name: z for name, z in results.items() if name not in r.GRADIENTS}
         found, result_spec = tree_flatten(remaining)
         if any(isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) for leaf in found):
-            raise CaptureError("the model returns a size, or a number computed from one, which is not a tensor")
+            raise CaptureError(
+                "the model returns a symbolic size or a number computed from one: return a tensor, or leave it out of "
+                "the output"
+            )
         others = [leaf for leaf in found if isinstance(leaf, Tensor)]
         places = iter(range(len(others)))
         names[:], structure[:] = r.grads, [type(r), dicts, result_spec]
@@ -409,7 +417,7 @@ def _capture(steps: CompiledSteps, flat: list[Any], spec: TreeSpec, call: Call, 
     signature.settle(captured.program.state, captured.program.are_constant(len(overwritten)))
     kind, dicts, result_spec = structure
     trained = [named[n] for n in names]
-    return Step(captured, trained, names, kind, dicts, leaves, result_spec, overwritten, steps._graph_memory)
+    return CapturedStep(captured, trained, names, kind, dicts, leaves, result_spec, overwritten, steps._graph_memory)
 
 
 _IN_WORDS = {
@@ -437,7 +445,7 @@ def laid_out(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> lis
 
 @contextlib.contextmanager
 def _restored(model: nn.Module, loss_fn: Any, signature: Signature) -> Iterator[None]:
-    """Tracing and warming up run the step: what it writes to in the model and the loss is put back."""
+    """Tracing and warming up run the step: what it writes to in the model and the loss is restored."""
     modules = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
     with contextlib.ExitStack() as stack:
         stack.enter_context(signature.restored())

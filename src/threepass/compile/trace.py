@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from .._torch_compat import make_fx
-from ..kernels.fusible import one_node_each, tracing_for
+from .._torch_compat import make_fx, make_symbolic_fx
+from ..tracing import one_node_each, tracing_for
 from . import rewrite
 from .dynamic import SymbolicInputs
 from .functional import functional
@@ -83,7 +83,7 @@ def trace(
 ) -> Program:
     """fn as one graph of ATen operations, with fused kernels of our own where they are faster, unless kernels=False.
 
-    fn runs once: what it changes besides its results, the caller puts back. symbolic: fn gets these fake tensors in
+    fn runs once: what it changes besides its results, the caller restores. symbolic: fn gets these fake tensors in
     place of the inputs, and computes with their sizes as symbols; it then changes nothing but attributes. compiled:
     False: the graph is for running operation by operation, with the kernels of an eager step.
     """
@@ -97,7 +97,7 @@ def trace(
         graph = make_fx(watched)(*inputs)
     else:
         inputs = symbolic.inputs
-        graph = make_fx(watched, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
+        graph = make_symbolic_fx(watched)(*inputs)
     for node in list(graph.graph.nodes):
         if node.target in _VIEWS:
             node.replace_all_uses_with(node.args[0])

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.fusible import is_for_compiler
 from ..numerics.precision import error_gain
 from ..tape.record import Record
+from ..tracing import is_for_compiler
 from .options import Options
 
 Scale = float | Tensor

@@ -10,25 +10,21 @@ node of the graph, with the target `jacobian.op`. `compile/rewrite` finds it by 
 with its neighbours, by a kernel; what no kernel replaces becomes the formula again, and Inductor fuses that as usual.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from .._torch_compat import OpOverload, overload_of
+from ..tracing import has_one_node_each
 from . import runs_on
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 FORMULAS: dict[OpOverload, Callable[..., Any]] = {}  # by the operation that stands for it
-
-_in_trace: ContextVar[bool] = ContextVar("_in_trace", default=False)
-_for_compiler: ContextVar[bool] = ContextVar("_for_compiler", default=False)
 
 
 class Fusible(Generic[P, R]):
@@ -50,30 +46,5 @@ def fusible(name: str) -> Callable[[Callable[P, R]], Fusible[P, R]]:
     return functools.partial(Fusible, name)
 
 
-def is_for_compiler() -> bool:
-    """Whether a step is traced for a compiler, which fuses formulas; otherwise PyTorch's own kernels are faster."""
-    return _for_compiler.get()
-
-
-@contextlib.contextmanager
-def tracing_for(compiler: bool) -> Iterator[None]:
-    """Around a trace, whose graph is to be compiled or, with False, to run operation by operation."""
-    before = _for_compiler.set(compiler)
-    try:
-        yield
-    finally:
-        _for_compiler.reset(before)
-
-
-@contextlib.contextmanager
-def one_node_each(kernels: bool) -> Iterator[None]:
-    """Around a trace: with `kernels`, calls of fusible formulas become one node each, on devices that have kernels."""
-    before = _in_trace.set(kernels)
-    try:
-        yield
-    finally:
-        _in_trace.reset(before)
-
-
 def _is_one_node(args: tuple[Any, ...]) -> bool:
-    return _in_trace.get() and any(isinstance(z, Tensor) and runs_on(z.device) for z in args)
+    return has_one_node_each() and any(isinstance(z, Tensor) and runs_on(z.device) for z in args)

@@ -38,7 +38,7 @@ def resident_warps(device: torch.device, registers: int) -> int:
 
 @functools.cache
 def _registers(index: int | None) -> int:
-    """Of a multiprocessor; of a CPU, and where torch does not say, as many as GPUs have had for long."""
+    """Of a multiprocessor; on a CPU, and where torch does not report it, the 65,536 of all GPUs with our kernels."""
     known = None if index is None else torch.cuda.get_device_properties(index)
     return getattr(known, "regs_per_multiprocessor", 2**16)
 

@@ -95,7 +95,7 @@ def scale_gradient_at_input(d_a: Tensor, t: Tensor, weight: Tensor, dims: list[i
 
 
 def not_zero(weight: Tensor) -> Tensor:
-    """Batch norm's scale with a tiny one in place of zero, so that J d can be had from w J d."""
+    """Batch norm's scale with a tiny one in place of zero, so that J d can be recovered from w J d."""
     return torch.where(weight.abs() < TINY, torch.full_like(weight, TINY), weight)
 
 

@@ -15,6 +15,12 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+
+def padded(size: int) -> int:
+    """The size of a product's block that holds so many numbers: a power of two, and no less than `tl.dot` takes."""
+    return max(16, triton.next_power_of_2(size))
+
+
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # its products are in float32, and it knows no assembler
 
 

@@ -136,7 +136,7 @@ def _convolution(u, a, weight, bias, how: Geometry) -> Linearization | None:
         pull=error,
         grad={weight: weight_gradient},
         add={} if bias is None else {bias: lambda d: d.sum([0, *range(2, d.dim())])},
-        cheap=lambda: conv_kernels.pays(signal, w, u, how),
+        cheap=lambda: conv_kernels.is_faster(signal, w, u, how),
     )
 
 

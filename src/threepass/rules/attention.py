@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from .._torch_compat import has_dispatch_modes, safe_softmax, softmax_backward
 from ..kernels import runs_on
 from ..kernels.attention import attention_bend, attention_tangent, launch_bend, launch_tangent
-from ..kernels.fusible import is_for_compiler
+from ..tracing import is_for_compiler
 from .table import Linearization, Signal, has_symbolic_shape, rule
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _torch_compat
 from .._torch_compat import softmax_backward
-from ..kernels.fusible import is_for_compiler
+from ..tracing import is_for_compiler
 from .table import Linearization, rule
 
 _MEAN = 1  # as torch numbers the reductions

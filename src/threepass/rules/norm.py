@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from .._torch_compat import batch_norm_backward, batch_norm_forward
 from ..kernels import norm
-from ..kernels.fusible import is_for_compiler
 from ..numerics.precision import accumulate_dtype
+from ..tracing import is_for_compiler
 from .table import Linearization, Tap, has_symbolic_shape, rule
 
 _aten = torch.ops.aten

@@ -79,7 +79,7 @@ class GraphCapture:
 
         def step() -> Any:
             captured.check_indices(counter)
-            return then(captured.ungraphed(counter))
+            return then(captured.run_without_graph(counter))
 
         if self.device.type != "cuda":
             return CapturedFunction(step, captured.check_seconds, None)

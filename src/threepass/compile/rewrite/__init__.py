@@ -9,7 +9,7 @@
     tf32        rounds the operands of our convolutions to TF32 where they are computed
     strides     makes the graph independent of the strides that the traced tensors had
 
-`graph` has functions that create and replace nodes, `neighbours` those that look at the nodes next to a node.
+`graph` has functions that create and replace nodes, `readers` those that look at the nodes next to a node.
 """
 
 import torch

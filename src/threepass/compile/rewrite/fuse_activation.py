@@ -3,7 +3,10 @@
 In pass 2, and in exact mode's last backward pass, where it adds the term with f'' and recomputes u for the gradient of
 the weight downstream: kept since pass 1, u would be an eighth of a ViT's memory.
 
-The other GELUs, in half formats on a GPU, are decomposed with one exponential (`half_gelu.py`).
+The rule cannot offer both terms as one operation: the kernel is used only where the layer upstream sums the error (over
+rows, for its bias). Elsewhere Inductor fuses f' r, which may be GELU's with one exponential, and f'' d t separately.
+
+The other GELUs, in half dtypes on a GPU, are decomposed with one exponential (`half_gelu.py`).
 """
 
 import operator
@@ -15,8 +18,8 @@ from torch.fx import Graph, Node
 from ..._torch_compat import to_copy
 from ...kernels import activation
 from ...kernels.activation import KINDS, half_gelu
-from .graph import call, only_reader, put, value_of
-from .neighbours import column_sums, is_fused_into_its_reader, widen
+from .graph import insert_call, only_reader, replace_call, value_of
+from .readers import column_sums, is_fused_into_its_reader, widen
 
 _aten = torch.ops.aten
 _add, _mm, _copy = _aten.add.Tensor, _aten.mm.default, to_copy.default
@@ -29,8 +32,8 @@ def fuse_activations(graph: Graph) -> None:
             if node.target is f.backward and node.kwargs == f.options:
                 _fuse(graph, node, kind)
     for node in graph.nodes:
-        if node.target in _IN_HALF and not node.kwargs and half_gelu.pays(value_of(node)):
-            put(node, _IN_HALF[node.target], node.args)
+        if node.target in _IN_HALF and not node.kwargs and half_gelu.is_faster(value_of(node)):
+            replace_call(node, _IN_HALF[node.target], node.args)
 
 
 def _fuse(graph: Graph, node: Any, kind: str) -> None:
@@ -46,8 +49,8 @@ def _fuse(graph: Graph, node: Any, kind: str) -> None:
     outputs = [] if d is None else _recomputed_outputs(node, a, KINDS[kind].value)
     with graph.inserting_before(node):
         arguments = (r, a, kind, d, t, bool(outputs))
-        whole = call(graph, torch.ops.threepass.activation_error.default, arguments)
-        e, total, u = (call(graph, operator.getitem, (whole, i)) for i in range(3))
+        whole = insert_call(graph, torch.ops.threepass.activation_error.default, arguments)
+        e, total, u = (insert_call(graph, operator.getitem, (whole, i)) for i in range(3))
     for n in sums:
         widen(graph, n, total)
     for n in errors:
@@ -57,7 +60,7 @@ def _fuse(graph: Graph, node: Any, kind: str) -> None:
 
 
 def _bend_after(node: Any, a: Any) -> tuple[Any, Any, list[Any]] | None:
-    """d, t and the sums e, in the format in which they are read, of which the node is the first term."""
+    """d, t and the sums e, in the dtype in which they are read, of which the node is the first term."""
     total = only_reader(node, _add)
     curve = None if total is None or total.kwargs else total.args[1]
     if curve is None or curve.target is not activation.curve.op or curve.args[2] is not a:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-from .graph import call, value_of
+from .graph import insert_call, value_of
 
 _aten = torch.ops.aten
 _ORDER = [1, 3, 0, 2, 4]  # of (3, batch, heads, tokens, width)
@@ -23,8 +23,8 @@ def pack_errors(graph: Graph) -> None:
             (copy,) = order.users
             with graph.inserting_before(node):
                 arguments = bend.args[:-1]
-                packed = call(graph, torch.ops.threepass.attention_bend_packed.default, arguments)
-                turned = call(graph, _aten.permute.default, (packed, _ORDER))
+                packed = insert_call(graph, torch.ops.threepass.attention_bend_packed.default, arguments)
+                turned = insert_call(graph, _aten.permute.default, (packed, _ORDER))
             copy.replace_all_uses_with(turned)
 
 

@@ -6,6 +6,10 @@
 
 The error of a residual block's output is computed in the same kernel. The error of a rectifier's input is a tensor in
 memory with a gate: there the kernel applies the gate, and Inductor recomputes the error where it is used.
+
+The rule cannot call `moments` itself: the kernel pays only where the signal is in memory, which depends on the
+operation that computes it and on the rewrites before this one. Where it is not, the sums have to be in the formulas,
+for Inductor to fuse.
 """
 
 import operator
@@ -20,8 +24,8 @@ from ...kernels import batch_norm as moments
 from ...kernels import norm as formulas
 from ...kernels.batch_norm import rectified
 from ...numerics.precision import accumulate_dtype
-from .graph import call, is_elementwise, put, value_of
-from .neighbours import may_be_wide
+from .graph import insert_call, is_elementwise, replace_call, value_of
+from .readers import may_be_wide
 
 _aten, _ours = torch.ops.aten, torch.ops.threepass
 _sum, _copy, _view = _aten.sum.dim_IntList, to_copy.default, _aten.view.default
@@ -51,7 +55,7 @@ def _fuse_backward(graph: Graph, node: Any) -> None:
         return
     for part in list(node.users):
         if part.args[1] == 0:
-            put(part, moments.error, (z, a, weight, mean, rstd, sums))
+            replace_call(part, moments.error, (z, a, weight, mean, rstd, sums))
         else:
             _pass_on(graph, part, sums, 2 - part.args[1])
 
@@ -77,24 +81,24 @@ def _take_moments(graph: Graph, place: Any, z: Any, norm: _Norm, d: Any = None, 
         return None
     if z.target is _ours.gated_sum.default and norm.mean < z and norm.rstd < z and d is None and numbers is None:
         with graph.inserting_before(z):
-            both = call(graph, _ours.gated_moments.default, (*z.args, *norm))
-        put(z, operator.getitem, (both, 0))
+            both = insert_call(graph, _ours.gated_moments.default, (*z.args, *norm))
+        replace_call(z, operator.getitem, (both, 0))
         with graph.inserting_after(z):
-            return call(graph, operator.getitem, (both, 1))
+            return insert_call(graph, operator.getitem, (both, 1))
     with graph.inserting_before(place):
-        return call(graph, _ours.moments.default, (z, *norm, d, w, numbers))
+        return insert_call(graph, _ours.moments.default, (z, *norm, d, w, numbers))
 
 
 def _pass_on(graph: Graph, node: Any, sums: Node, row: int) -> None:
     """Gives a node's readers a row of the sums: in float32 those that would take it so."""
     with graph.inserting_before(node):
-        new = call(graph, _aten.select.int, (sums, 0, row))
+        new = insert_call(graph, _aten.select.int, (sums, 0, row))
         if value_of(node).dim() == 4:
-            new = call(graph, _view, (new, [1, -1, 1, 1]))
+            new = insert_call(graph, _view, (new, [1, -1, 1, 1]))
     for reader in list(node.users):
         if value_of(node).dtype == value_of(new).dtype or may_be_wide(reader):
             reader.replace_input_with(node, new)
-    put(node, _copy, (new,), {"dtype": value_of(node).dtype})
+    replace_call(node, _copy, (new,), {"dtype": value_of(node).dtype})
 
 
 def _fits(z: Any, other: Any, norm: _Norm) -> bool:
@@ -118,7 +122,7 @@ def _fuse_formulas(graph: Graph, z: Any, x_hat: Any, nodes: list[Any]) -> None:
     """Takes all sums of z at once, and puts them into the formulas."""
     statistics = x_hat.args[0]
     with graph.inserting_after(x_hat):
-        rstd, mean = (call(graph, operator.getitem, (statistics, i)) for i in (1, 2))
+        rstd, mean = (insert_call(graph, operator.getitem, (statistics, i)) for i in (1, 2))
     norm = _Norm(statistics.args[0], mean, rstd)
     totals = [n for n in z.users if n.target is _sum and n.args[1:] == (moments.DIMS, True) and mean < n]
     first = min((*totals, *nodes))
@@ -133,11 +137,11 @@ def _fuse_formulas(graph: Graph, z: Any, x_hat: Any, nodes: list[Any]) -> None:
         _pass_on(graph, node, sums, 0)
     for node in nodes:
         if node.target is formulas.scale_gradient.op:
-            put(node, _aten.select.int, (sums, 0, 1))
+            replace_call(node, _aten.select.int, (sums, 0, 1))
         elif node.target is formulas.jacobian.op or d is None or node.args[0] is d:
             node.args = (*node.args, sums)
     for node in thirds:
-        put(node, _aten.select.int, (sums, 0, 3))
+        replace_call(node, _aten.select.int, (sums, 0, 3))
 
 
 def _products(z: Any, nodes: list[Any], first: Any, norm: _Norm) -> tuple[Any, list[Any]]:

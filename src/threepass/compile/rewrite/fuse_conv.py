@@ -1,9 +1,9 @@
 """Puts the convolution kernels into a captured step's graph, with the elementwise operations around them.
 
     pass 1   relu(conv(a) + b)                    forward with relu
-    pass 2   gate of a convolution's input error  backward_input with open
+    pass 2   gate of a convolution's input error  backward_input with relu_output
     pass 3   gate of conv(mix) + b                forward with gate
-             gate of conv(t)                      forward with open
+             gate of conv(t)                      forward with relu_output
              the same, and its mix                forward_tangent
     weights  the product, and the sum of d        backward_weight
 
@@ -20,10 +20,10 @@ from torch.fx import Graph
 
 from ...kernels import conv
 from ...kernels.batch_norm import rectified
-from ...kernels.conv import LIMITLESS, PIXELS, PIXELS_OF_WEIGHT, THIN, Geometry, few
+from ...kernels.conv import LIMITLESS, PIXELS, PIXELS_OF_WEIGHT, THIN, Geometry, has_few_channels
 from .gates import gated, marked
-from .graph import call, put, value_of
-from .neighbours import widen
+from .graph import insert_call, replace_call, value_of
+from .readers import widen
 
 _aten = torch.ops.aten
 _GATES = (marked, _aten.threshold_backward.default)
@@ -43,7 +43,7 @@ def _fits_forward(node: Any) -> bool:
         Geometry(*node.args[3:9]).is_ours
         and conv.fits(node.args[3][0], a, weight=w.shape)
         and a.dtype == w.dtype
-        and few(w, value_of(node), LIMITLESS if w.shape[1] <= THIN else PIXELS if _gate_after(node) else 0)
+        and has_few_channels(w, value_of(node), LIMITLESS if w.shape[1] <= THIN else PIXELS if _gate_after(node) else 0)
     )
 
 
@@ -56,7 +56,9 @@ def _fits_backward(node: Any) -> bool:
         and conv.fits(node.args[4][0], d, a, weight=w.shape)
         and d.dtype == w.dtype
         and mask in ([True, False, False], [False, True, False])
-        and few(w, d, LIMITLESS if w.shape[1] <= THIN else PIXELS_OF_WEIGHT if mask[1] else PIXELS if closed else 0)
+        and has_few_channels(
+            w, d, LIMITLESS if w.shape[1] <= THIN else PIXELS_OF_WEIGHT if mask[1] else PIXELS if closed else 0
+        )
     )
 
 
@@ -79,20 +81,20 @@ def _fuse_forward(graph: Graph, node: Any) -> None:
     a, w, bias, (stride, _) = node.args[:4]
     after = _gate_after(node)
     if after is not None and after.target is _aten.relu.default:
-        put(after, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, True, None))
+        replace_call(after, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, True, None))
     elif after is not None and after.target is gated:
-        put(after, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, after.args[1]))
+        replace_call(after, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, after.args[1]))
     elif after is not None and bias is None and (mix := _mix_after(after)) is not None:
         u, _, ratio, seed = mix.args
         with graph.inserting_before(after):
             arguments = (a, w, stride, u, ratio, seed)
-            both = call(graph, torch.ops.threepass.conv3x3_tangent.default, arguments)
-        put(after, operator.getitem, (both, 0))
-        put(mix, operator.getitem, (both, 1))
+            both = insert_call(graph, torch.ops.threepass.conv3x3_tangent.default, arguments)
+        replace_call(after, operator.getitem, (both, 0))
+        replace_call(mix, operator.getitem, (both, 1))
     elif _error_gate(node) is not None and after.target is not marked:
-        put(after, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, None, after.args[1]))
+        replace_call(after, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, None, after.args[1]))
     else:
-        put(node, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, None))
+        replace_call(node, torch.ops.threepass.conv3x3.default, (a, w, bias, stride, False, None))
 
 
 def _mix_after(gate: Any) -> Any:
@@ -110,15 +112,15 @@ def _fuse_backward(graph: Graph, node: Any) -> None:
     if for_input:
         size = list(value_of(a).shape[2:])
         after = _error_gate(result)
-        target, opened = (result, None) if after is None else (after, after.args[1])
-        put(target, torch.ops.threepass.conv3x3_input.default, (d, w, stride, size, opened))
+        target, relu_output = (result, None) if after is None else (after, after.args[1])
+        replace_call(target, torch.ops.threepass.conv3x3_input.default, (d, w, stride, size, relu_output))
         return
     channels_last = value_of(w).is_contiguous(memory_format=torch.channels_last)
     with graph.inserting_before(node):
-        both = call(graph, torch.ops.threepass.conv3x3_weight.default, (d, a, stride, channels_last))
-        product = call(graph, operator.getitem, (both, 0))
+        both = insert_call(graph, torch.ops.threepass.conv3x3_weight.default, (d, a, stride, channels_last))
+        product = insert_call(graph, operator.getitem, (both, 0))
     widen(graph, result, product)
     for total in list(d.users):
         whole = total.target is _aten.sum.dim_IntList and len(total.args) == 2 and not total.kwargs
         if whole and list(total.args[1]) == [0, 2, 3] and both < total:
-            put(total, operator.getitem, (both, 1))
+            replace_call(total, operator.getitem, (both, 1))

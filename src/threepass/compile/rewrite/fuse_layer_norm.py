@@ -5,6 +5,11 @@
 
 The sums over a residual connection, t_1 + t_2 in pass 3 and that of R{d} in exact mode, are fused into them.
 
+Their parts are found here, because a rule cannot offer them as one operation each. The gradients of scale and shift are
+in them, and those are taken by the engine, for all rules in one place (`core/gradients.py`): the plan decides whether
+the error is multiplied by x̂, t̂ or a mix of them, and exact mode takes this product only in its backward pass, beside
+that of R{d}. The mix and the sums belong to the operations upstream and downstream.
+
 The kernels need signals that are contiguous by rows. Signals with other strides are computed that way from the start;
 but not in a graph that depends on strides itself (`as_strided`, from in-place operations).
 """
@@ -21,8 +26,8 @@ from torch.fx import Graph, Node
 from ..._torch_compat import to_copy
 from ...kernels import layer_norm
 from ...kernels import norm as formulas
-from .graph import call, only_reader, value_of
-from .neighbours import column_sums, is_fused_into_its_reader, source, widen
+from .graph import insert_call, only_reader, value_of
+from .readers import column_sums, is_fused_into_its_reader, source, widen
 
 _aten = torch.ops.aten
 _add, _sum, _view, _clone = _aten.add.Tensor, _aten.sum.dim_IntList, _aten.view.default, _aten.clone.default
@@ -57,7 +62,7 @@ def fuse_layer_norms(graph: Graph) -> None:
 
 @dataclass
 class _Tangent:
-    """Pass 3 through a layer norm: w t̂ in the format in which it is read, its mixes, and gradients; what they need."""
+    """Pass 3 through a layer norm: w t̂ in the dtype in which it is read, its mixes, and gradients; what they need."""
 
     t_u: list[Any]
     weight: Any = None
@@ -92,8 +97,8 @@ def _fuse_tangent(graph: Graph, t_hat: Any, x_hat: Any, norm: _Norm) -> None:
     options = (norm.eps, value_of(found.t_u[0]).dtype, seed, bool(found.m), bool(later))
     with graph.inserting_before(t_hat):
         arguments = (*signals, found.weight, found.bias, found.ratio, *options)
-        norms = call(graph, torch.ops.threepass.layer_norm_tangent.default, arguments)
-        t_u, m, g, t_sum = (call(graph, operator.getitem, (norms, i)) for i in range(4))
+        norms = insert_call(graph, torch.ops.threepass.layer_norm_tangent.default, arguments)
+        t_u, m, g, t_sum = (insert_call(graph, operator.getitem, (norms, i)) for i in range(4))
     for new, nodes in ((t_u, found.t_u), (m, found.m)):
         for node in nodes:
             _pass_on(node, new, list(node.users))
@@ -125,7 +130,7 @@ def _sums_of(z: Any, place: Any) -> list[Any]:
 
 
 def _find_scaled(found: _Tangent, readers: list[Any]) -> None:
-    """w t̂, in the format in which it is read."""
+    """w t̂, in the dtype in which it is read."""
     if len(readers) == 1 and readers[0].target is formulas.scaled.op:
         found.weight, found.t_u = _vector(readers[0].args[1]), readers
     found.t_u = _as_read(found.t_u[0], readers if found.weight is None else list(found.t_u[0].users))
@@ -143,7 +148,7 @@ def _vector(weight: Any) -> Any:
 
 
 def _find_mix(found: _Tangent, norm: _Norm) -> None:
-    """mix(u, t_u), where u is the norm's own output, in t_u's format. With a mix, the kernel sums d mix(x̂, t̂)."""
+    """mix(u, t_u), where u is the norm's own output, in t_u's dtype. With a mix, the kernel sums d mix(x̂, t̂)."""
     if found.g_w and found.ratio is None:
         return
     for mix in [n for t_u in found.t_u for n in t_u.users if n.target is _mix and n.args[1] is t_u]:
@@ -181,8 +186,8 @@ def _fuse_bend(graph: Graph, curve: Any, x_hat: Any, norm: _Norm) -> None:
     signals = [None if z is None else _dense(graph, z) for z in (norm.a, t, d, r, other)]
     with graph.inserting_before(place):
         arguments = (*signals, _vector(weight), norm.eps, value_of(bent[0]).dtype, bool(totals))
-        both = call(graph, torch.ops.threepass.layer_norm_bend.default, arguments)
-        result, g = (call(graph, operator.getitem, (both, i)) for i in range(2))
+        both = insert_call(graph, torch.ops.threepass.layer_norm_bend.default, arguments)
+        result, g = (insert_call(graph, operator.getitem, (both, i)) for i in range(2))
     _pass_on_sums(graph, g, g_w, g_b, totals)
     for e in bent:
         _pass_on(e, result, list(e.users))
@@ -205,7 +210,7 @@ def _pass_on_sums(graph: Graph, g: Node, *gradients: list[Any]) -> None:
     for i, nodes in enumerate(gradients):
         for node in nodes:
             with graph.inserting_after(g):
-                row = call(graph, _aten.select.int, (g, 0, i))
+                row = insert_call(graph, _aten.select.int, (g, 0, i))
             widen(graph, node, row)
 
 
@@ -230,7 +235,7 @@ def _dense(graph: Graph, z: Any) -> Any:
     if value_of(z).is_contiguous():
         return z
     with graph.inserting_after(z):
-        dense = call(graph, _clone, (z,), {"memory_format": torch.contiguous_format})
+        dense = insert_call(graph, _clone, (z,), {"memory_format": torch.contiguous_format})
     _pass_on(z, dense, [n for n in z.users if n is not dense])
     return dense
 

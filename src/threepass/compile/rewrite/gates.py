@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from .graph import put
+from .graph import replace_call
 
 _aten = torch.ops.aten
 
@@ -25,9 +25,9 @@ def mark_gates(graph: Graph) -> None:
     for u, (first, *later) in gates.items():
         others = [order[user] for user in u.users if user not in gates[u]]
         if later and max(others, default=0) < order[later[0]]:
-            put(first, marked, (first.args[0], u))
+            replace_call(first, marked, (first.args[0], u))
             for gate in later:
-                put(gate, gated, (gate.args[0], first))
+                replace_call(gate, gated, (gate.args[0], first))
 
 
 def marked(g: Tensor, u: Tensor) -> Tensor:

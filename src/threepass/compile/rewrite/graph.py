@@ -27,7 +27,7 @@ def is_ours(node: Node) -> bool:
     return getattr(node.target, "namespace", "") == "threepass"
 
 
-def call(graph: Graph, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> Node:
+def insert_call(graph: Graph, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> Node:
     """A new node, with an example of its value: rewrites read shapes and strides from it."""
     node = graph.call_function(target, args, kwargs or {})
     with _fake_mode_of(node), torch.no_grad():
@@ -50,7 +50,7 @@ def _image(node: Node) -> Any:
     return tree_map(like, node.meta["val"])
 
 
-def put(node: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> None:
+def replace_call(node: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> None:
     """Replaces a node's call by another one; a Python function of tensors is traced by the compiler."""
     node.target, node.args, node.kwargs = target, args, kwargs or {}
 

@@ -1,7 +1,7 @@
 """Products: matrix products and weight gradients.
 
 A weight's gradient is moved to directly after its operands. Where backpropagation's term is a separate product (in half
-formats, with our kernels), that is in pass 2, so that u is not needed later.
+dtypes, with our kernels), that is in pass 2, so that u is not needed later.
 
 Inductor folds the sum of two matrix products into one call and drops the factor of `add(a, b, alpha=c)` (seen in torch
 2.13), so the factor is written as a separate multiplication.
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Graph
 
 from ...numerics.precision import accumulate_dtype
-from .graph import call, put
+from .graph import insert_call, replace_call
 
 _aten = torch.ops.aten
 
@@ -36,7 +36,7 @@ def write_out_alphas(graph: Graph) -> None:
         if node.target in (_aten.add.Tensor, _aten.sub.Tensor) and node.kwargs.get("alpha", 1) != 1:
             a, b = node.args
             with graph.inserting_before(node):
-                scaled = call(graph, _aten.mul.Tensor, (b, node.kwargs["alpha"]))
+                scaled = insert_call(graph, _aten.mul.Tensor, (b, node.kwargs["alpha"]))
             node.args, node.kwargs = (a, scaled), {}
 
 
@@ -54,7 +54,7 @@ def write_out_thin_products(graph: Graph) -> None:
             (rows, length), columns = a.meta["val"].shape, b.meta["val"].shape[1]
             few = min(rows, columns) <= THIN and rows * columns * length <= _CACHED
             if a.meta["val"].is_cuda and (length <= THIN or few):
-                put(node, thin_product, (a, b, *node.args[:-2]))
+                replace_call(node, thin_product, (a, b, *node.args[:-2]))
 
 
 def thin_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -4,7 +4,7 @@ Rectified norms. u = relu(norm(z)) is a function of z and of two numbers per cha
 they recompute u in the kernels that read z. Plain training has to keep u for a weight's gradient; three passes use the
 mix there. The same goes for smooth activations in pass 3.
 
-Convolutions. Where half formats need a in pass 3, a and d of all layers are kept, and at the start of pass 3 a tangent
+Convolutions. Where half dtypes need a in pass 3, a and d of all layers are kept, and at the start of pass 3 a tangent
 and a mix as well, which is the peak of the memory. So two of the largest rectified convolutions are freed after pass 2
 and recomputed where pass 3 reads them. By then it has freed as many errors. This costs about 2 % more arithmetic.
 """
@@ -21,7 +21,7 @@ from ..._torch_compat import batch_norm_functional, batch_norm_legit
 from ...kernels.activation import KINDS
 from ...kernels.batch_norm import rectified
 from ...numerics.precision import HALF, accumulate_dtype
-from .graph import call
+from .graph import insert_call
 
 _aten = torch.ops.aten
 
@@ -39,10 +39,10 @@ def recompute_rectified_norms(graph: Graph) -> None:
         mean, rstd = (next((n for n in norm.users if n.args[1] == i), None) for i in (1, 2))
         if mean is None or rstd is None or not any(_needs_values(n, u) for n in u.users):
             continue
-        if mean.meta["val"].dtype != accumulate_dtype(z.meta["val"].dtype):  # rounded, as on a CPU in half formats
+        if mean.meta["val"].dtype != accumulate_dtype(z.meta["val"].dtype):  # rounded, as on a CPU in half dtypes
             continue
         with graph.inserting_before(u):
-            numbers = call(graph, torch.ops.threepass.norm_numbers.default, (mean, rstd, weight, bias))
+            numbers = insert_call(graph, torch.ops.threepass.norm_numbers.default, (mean, rstd, weight, bias))
         for n in list(u.users):
             if _needs_values(n, u):
                 _recompute_for(graph, u, n, rectified, (z, numbers))
@@ -53,7 +53,7 @@ def recompute_rectified_norms(graph: Graph) -> None:
 def _recompute_for(graph: Graph, u: Node, reader: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> None:
     """Computes u once more, for one of its readers."""
     with graph.inserting_before(reader):
-        copy = call(graph, target, args, kwargs)
+        copy = insert_call(graph, target, args, kwargs)
     reader.replace_input_with(u, copy)
 
 
@@ -136,8 +136,8 @@ def recompute_convolutions(graph: Graph) -> list[Node]:
         if u.meta["val"].numel() == size and not beside and len(chosen) < RECOMPUTED:
             chosen.add(u)
             with graph.inserting_before(min(late[u])):
-                recomputed.append(call(graph, z.target, z.args, z.kwargs))
-                copy = call(graph, _aten.relu.default, (recomputed[-1],))
+                recomputed.append(insert_call(graph, z.target, z.args, z.kwargs))
+                copy = insert_call(graph, _aten.relu.default, (recomputed[-1],))
             for n in late[u]:
                 n.replace_input_with(u, copy)
     return recomputed

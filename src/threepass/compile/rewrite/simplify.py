@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..._torch_compat import aten_foreach_copy
-from .graph import is_pointwise, put, value_of
+from .graph import is_pointwise, replace_call, value_of
 from .mixes import open_mixes, share_mixes
 
 _aten = torch.ops.aten
@@ -33,7 +33,7 @@ def simplify(graph: Graph) -> None:
 
 
 def add_mixes_in_one_call(graph: Graph) -> None:
-    """a + ratio * t of one format, in one call instead of two."""
+    """a + ratio * t of one dtype, in one call instead of two."""
     for node in graph.nodes:
         if node.target is torch.ops.threepass.mix.default:
             a, t, ratio = node.args[:3]
@@ -43,7 +43,7 @@ def add_mixes_in_one_call(graph: Graph) -> None:
                 == value_of(ratio).dtype
                 == torch.promote_types(value_of(a).dtype, torch.float32)
             ):
-                put(node, _aten.addcmul.default, (a, t, ratio))
+                replace_call(node, _aten.addcmul.default, (a, t, ratio))
 
 
 def drop_shapes_without_effect(graph: Graph) -> None:
@@ -80,7 +80,7 @@ def share_views_and_numbers(graph: Graph) -> None:
 
 
 def write_in_one_call(graph: Graph) -> None:
-    """The writes to buffers of one format, which a functional graph has at its end."""
+    """The writes to buffers of one dtype, which a functional graph has at its end."""
     writes: dict[tuple[torch.dtype, torch.device], list[Node]] = {}
     for node in graph.find_nodes(op="call_function", target=_aten.copy_.default):
         if not node.users and len(node.args) == 2:

@@ -15,7 +15,7 @@ from torch.fx.node import map_aggregate
 
 from ...kernels.batch_norm import can_gate, rectified
 from ...tape.replay import is_random_node
-from .graph import call, is_elementwise, put
+from .graph import insert_call, is_elementwise, replace_call
 
 _aten = torch.ops.aten
 
@@ -93,7 +93,7 @@ def keep_gated_sums(graph: Graph) -> None:
         u: Any = node.args[1]
         z, numbers = u.args if u.target is rectified else (u, None)
         if made and can_gate(*(n.meta["val"] for n in (*total.args, z)), numbers=numbers is not None):
-            put(node, torch.ops.threepass.gated_sum.default, (*total.args, z, numbers))
+            replace_call(node, torch.ops.threepass.gated_sum.default, (*total.args, z, numbers))
 
 
 def keep_sums_of_errors(graph: Graph) -> None:
@@ -106,12 +106,12 @@ def keep_sums_of_errors(graph: Graph) -> None:
         is_sum = node.target is _aten.sum.dim_IntList and node.args[0].meta["val"].dim() == 4 and len(node.args) == 2
         if is_sum and _is_added(node):
             with graph.inserting_after(node):
-                kept = call(graph, torch.ops.threepass.materialized.default, (node,))
+                kept = insert_call(graph, torch.ops.threepass.materialized.default, (node,))
             node.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
 
 
 def _is_added(node: Node) -> bool:
-    """Whether a value, times its weight and in another format, is added to something."""
+    """Whether a value, times its weight and in another dtype, is added to something."""
     while len(node.users) == 1 and is_elementwise(node := next(iter(node.users))):
         if node.target is _aten.add.Tensor:
             return True

@@ -21,7 +21,7 @@ from ...kernels.conv import THIN
 from ...numerics.precision import tf32_convolutions
 from ...numerics.rounding import round_to_tf32
 from .gates import gated, marked
-from .graph import call, is_elementwise, value_of
+from .graph import insert_call, is_elementwise, value_of
 
 _ours = torch.ops.threepass
 _FORWARD, _INPUT, _WEIGHT = _ours.conv3x3.default, _ours.conv3x3_input.default, _ours.conv3x3_weight.default
@@ -61,5 +61,5 @@ def _rounded(graph: Graph, operand: Node, copies: dict[Node, Node]) -> Node:
         operand.kwargs = {**operand.kwargs, "round_result": True}
         return operand
     if operand not in copies:
-        copies[operand] = call(graph, round_to_tf32, (operand,))
+        copies[operand] = insert_call(graph, round_to_tf32, (operand,))
     return copies[operand]

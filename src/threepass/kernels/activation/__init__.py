@@ -6,8 +6,8 @@
     u    = f(a)                      recomputed for the gradient of the weight downstream
 
 a, r, d, t, e, u: (..., C); sums: (C). f: see `KINDS`. Each signal is read once. This is a custom operation, opaque to
-the compiler, because Inductor would compute the sums in a second kernel that reads e with_u. Where `fits` holds it is a
-Triton kernel (`triton_kernel.py`), else plain PyTorch.
+the compiler, because Inductor would compute the sums in a second kernel that reads e a second time. Where `fits` holds
+it is a Triton kernel (`triton_kernel.py`), else plain PyTorch.
 
 f''(a) d t alone is `curve`, which the rules call.
 """

@@ -1,4 +1,4 @@
-"""GELU and its derivative with one exponential, for half formats.
+"""GELU and its derivative with one exponential, for half dtypes.
 
 PyTorch computes erf for GELU and exp for its derivative separately. On a GPU this arithmetic takes longer than reading
 and writing the half-precision tensors.
@@ -7,7 +7,7 @@ With the polynomial q of Abramowitz and Stegun, 26.2.17, in s = 1 / (1 + p |a|),
     1 - Φ(|a|) = q(s) exp(-a² / 2)      to 7.5e-8 absolutely,
 
 the same exponential gives Φ and φ, and a compiler that fuses f and f' into one kernel computes it once. Far out in the
-tail (a < -4) the relative error is about that of rounding to a half format.
+tail (a < -4) the relative error is about that of rounding to a half dtype.
 """
 
 import torch
@@ -20,7 +20,7 @@ Q = (0.5307027145, -0.7265760135, 0.7107068705, -0.1422483680, 0.1274147960)  # 
 DENSITY = 0.3989422804014327
 
 
-def pays(a: Tensor) -> bool:
+def is_faster(a: Tensor) -> bool:
     return a.is_cuda and a.dtype in HALF
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import on_its_device, resident_warps
+from ..load_triton import load
 from ..sums_triton import add_up
 from . import half_gelu
 
@@ -48,11 +49,6 @@ def _parts(a, KIND: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _load(z, here, inside):
-    return tl.load(z + here, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _error_kernel(r, a, d, t, e, u, work, rows, part, KIND: tl.constexpr, C: tl.constexpr, BR: tl.constexpr,
                   BC: tl.constexpr):  # fmt: skip
     """e and u of `part` rows, and into work, [programs, C], their sums of e."""
@@ -63,10 +59,10 @@ def _error_kernel(r, a, d, t, e, u, work, rows, part, KIND: tl.constexpr, C: tl.
         row = start + tl.arange(0, BR)[:, None]
         here = row * C + column[None, :]
         inside = (row < rows) & (column < C)[None, :]
-        value, slope, bend = _parts(_load(a, here, inside), KIND, a.dtype.element_ty == tl.bfloat16)
-        z = _load(r, here, inside) * slope
+        value, slope, bend = _parts(load(a, here, inside), KIND, a.dtype.element_ty == tl.bfloat16)
+        z = load(r, here, inside) * slope
         if d is not None:
-            z += bend * _load(t, here, inside) * _load(d, here, inside)
+            z += bend * load(t, here, inside) * load(d, here, inside)
         tl.store(e + here, z.to(e.dtype.element_ty), mask=inside)
         if u is not None:
             tl.store(u + here, value.to(u.dtype.element_ty), mask=inside)

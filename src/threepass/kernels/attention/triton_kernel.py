@@ -3,7 +3,7 @@
 
 q, t_q: (batch, heads, queries, n); k, t_k: (batch, heads, keys, n); v, t_v: (batch, heads, keys, w); u, d, r: (batch,
 heads, queries, w). A program has one head and one block i of queries (or j of keys), goes along the blocks of the other
-side, and recomputes S, P, t_S, ... of the two blocks from the operands. Products take the operands' format and add
+side, and recomputes S, P, t_S, ... of the two blocks from the operands. Products take the operands' dtype and add
 up in float32; softmax and row sums are in float32.
 
 A row's sums are taken on the fly, as in flash attention: with the largest score so far as the softmax's base, and with
@@ -14,7 +14,7 @@ sm_90 can be wrong. An operand's address for a tensor core's product (wgmma) has
 in its lower half, and its swizzle, which depends on the width, in its upper half. A block of k and a later one of v can
 have the same place; where their upper halves differ, ptxas 12.8.93, which comes with Triton 3.6 and 3.7, may compute
 one of the two from a register that was never written. Products then read whatever lies there, or outside of memory.
-`tests/kernels/test_kernels_attention_code.py` looks for such reads.
+`tests/kernels/test_attention_code.py` looks for such reads.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 from ..launch import on_its_device
-from ..product_triton import product
+from ..product_triton import padded, product
 from .layout import empty
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -339,7 +339,7 @@ class Blocks:
     stages: int = 1
 
     def within(self, queries: int, keys: int) -> "Blocks":
-        return Blocks(min(self.queries, _padded(queries)), min(self.keys, _padded(keys)), self.warps, self.stages)
+        return Blocks(min(self.queries, padded(queries)), min(self.keys, padded(keys)), self.warps, self.stages)
 
     def options(self) -> dict[str, int]:
         return {"BLOCK_Q": self.queries, "BLOCK_K": self.keys, "num_warps": self.warps, "num_stages": self.stages}
@@ -379,7 +379,7 @@ def launch_tangent(q, k, v, t_q, t_k, t_v, scale, causal, precision, by_token, b
     given = [q, k, v, *_or_else(t, (q, k, v)), out]
     _tangent_kernel[(batch * heads, triton.cdiv(queries, blocks.queries))](
         *given, *_strides(given), heads, queries, keys, scale, *(s is not None for s in t), causal, keys <= blocks.keys,
-        n, w, _padded(max(n, w)), PRECISION=precision, **blocks.options(),
+        n, w, padded(max(n, w)), PRECISION=precision, **blocks.options(),
     )  # fmt: skip
     return out
 
@@ -395,7 +395,7 @@ def launch_bend(
     *t, r = _or_else(rest, (q, k, v, d))
     given = [q, k, v, *t, d, r]
     out_q, out_k, out_v = out or (empty(q, z.shape[-2], z.shape[-1], by_token) for z in (q, k, v))
-    common = (heads, queries, keys, scale, *(s is not None for s in rest), causal, n, w, _padded(max(n, w)))
+    common = (heads, queries, keys, scale, *(s is not None for s in rest), causal, n, w, padded(max(n, w)))
     if isinstance(blocks, Blocks):
         tensors = [*given, out_q, out_k, out_v]
         _bend_tile_kernel[(batch * heads,)](
@@ -425,8 +425,3 @@ def _or_else(tensors, others) -> list[Tensor]:
 
 def _strides(tensors: list[Tensor]) -> list[int]:
     return [stride for z in tensors for stride in z.stride()[:3]]
-
-
-def _padded(size: int) -> int:
-    """The size of a block that holds so many: a power of two, and no less than a product takes."""
-    return max(16, triton.next_power_of_2(size))

@@ -76,7 +76,7 @@ def gate(g: Tensor, h: Tensor, u: Tensor, numbers: Tensor | None) -> Tensor:
 def rectified(z: Tensor, numbers: Tensor) -> Tensor:
     """max(w x̂ + b, 0), of a norm's input z and its numbers.
 
-    As good as z is: its own rounding moves w x̂ as much as that of `shift` does.
+    As accurate as z: the rounding of z changes w x̂ by as much as that of `shift` does.
     """
     scale, shift = (n.view([-1] + [1] * (z.dim() - 2)) for n in numbers.unbind())
     return (z * scale + shift).to(z.dtype).relu()

@@ -12,16 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import multiprocessors, on_its_device
+from ..load_triton import load
 from ..norm import TINY
 
 PROGRAMS = 2  # on each multiprocessor
 CHANNELS, BYTES = 64, 8192  # of a tile, at most
 STAGES = 3  # tiles that are on their way
-
-
-@triton.jit
-def _load(z, here, inside):
-    return tl.load(z + here, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -40,11 +36,11 @@ def _moments_kernel(z, h, u, numbers, out, a, mean, d, work, pixels, part, C: tl
         p = start + tl.arange(0, BP)[:, None]
         inside = (p < pixels) & (c < C)
         here = p * C + c
-        v, signal = _load(z, here, inside), _load(a, here, inside)
+        v, signal = load(z, here, inside), load(a, here, inside)
         if h is not None:
-            v += _load(h, here, inside)
+            v += load(h, here, inside)
         if u is not None or numbers is not None:
-            opened = signal if u is None else _load(u, here, inside)
+            opened = signal if u is None else load(u, here, inside)
             if numbers is not None:
                 opened = (opened * scale + shift).to(a.dtype.element_ty).to(tl.float32)
             v = tl.where(opened > 0, v, 0.0)
@@ -55,7 +51,7 @@ def _moments_kernel(z, h, u, numbers, out, a, mean, d, work, pixels, part, C: tl
         total += v
         along += v * (signal - mu)
         if d is not None:
-            third += v * _load(d, here, inside)
+            third += v * load(d, here, inside)
     rows = 2 if d is None else 3
     place = work + tl.program_id(0) * (rows * C) + tl.program_id(1) * BC + tl.arange(0, BC)
     known = tl.program_id(1) * BC + tl.arange(0, BC) < C

@@ -31,7 +31,6 @@ from ...numerics.rounding import round_to_tf32, rounded_randomly
 from .. import runs_on
 
 _aten = torch.ops.aten
-_CHANNELS = 128
 FEW, BARE, THIN = 64, 32, 4
 PIXELS, PIXELS_OF_WEIGHT = 2**16, 2**15  # of n * h' * w', at more than BARE channels
 LIMITLESS = 2**31  # from and to an image's channels
@@ -45,7 +44,7 @@ def fits(stride: int, *tensors: Tensor, weight: Sequence[int]) -> bool:
         and stride in (1, 2)
         and len(weight) == 4
         and tuple(weight[2:]) == (3, 3)
-        and max(weight[:2]) <= _CHANNELS
+        and max(weight[:2]) <= FEW
         and z.dtype in (torch.float32, torch.bfloat16)
         and all(s.dtype == z.dtype and s.dim() == 4 for s in tensors)
         and all(s.numel() > 0 and s.is_contiguous(memory_format=torch.channels_last) for s in tensors)
@@ -70,12 +69,14 @@ class Geometry(NamedTuple):
         return plain and list(self.padding) == [1, 1] and list(self.stride) in ([1, 1], [2, 2])
 
 
-def pays(a: Tensor, w: Tensor, z: Tensor, how: Geometry) -> bool:
+def is_faster(a: Tensor, w: Tensor, z: Tensor, how: Geometry) -> bool:
     """Whether our kernels take a convolution z of a, and are as fast as the framework's."""
-    return how.is_ours and fits(how.stride[0], a, weight=w.shape) and a.dtype == w.dtype and few(w, z, PIXELS)
+    return (
+        how.is_ours and fits(how.stride[0], a, weight=w.shape) and a.dtype == w.dtype and has_few_channels(w, z, PIXELS)
+    )
 
 
-def few(w: Tensor, z: Tensor, most: int) -> bool:
+def has_few_channels(w: Tensor, z: Tensor, most: int) -> bool:
     """Whether our kernels pay: for few channels always, for some with at most so many pixels of z."""
     channels = max(w.shape[:2])
     return channels <= BARE or (channels <= FEW and z.numel() // z.shape[1] <= most)
@@ -96,25 +97,25 @@ def forward(
     stride: int,
     relu: bool,
     gate: Tensor | None = None,
-    open: Tensor | None = None,
+    relu_output: Tensor | None = None,
     rounded: bool = False,
     round_result: bool = False,
 ) -> Tensor:
     """z = W * a + bias; with `relu` max(z, 0).
 
-    With a `gate` like z, 0 where that is minus zero; with `open` like z, 0 where that is not positive.
+    With a `gate` like z, 0 where that is minus zero; with `relu_output` like z, 0 where that is not positive.
     """
     if fits(stride, a, weight=w.shape) and a.dtype == w.dtype:
-        return _kernels().forward(a, w, bias, stride, relu, gate, open, rounded, round_result)
+        return _kernels().forward(a, w, bias, stride, relu, gate, relu_output, rounded, round_result)
     z = _convolution(a, w, None if bias is None else bias.to(a.dtype), stride)
     z = z.relu() if relu else z
     z = z if gate is None else torch.where((gate == 0) & torch.signbit(gate), 0.0, z)
-    z = z if open is None else torch.where(open > 0, z, 0.0)
+    z = z if relu_output is None else torch.where(relu_output > 0, z, 0.0)
     return _nhwc(_to_tf32(z) if round_result else z)
 
 
 @forward.register_fake
-def _(a, w, bias, stride, relu, gate=None, open=None, rounded=False, round_result=False):
+def _(a, w, bias, stride, relu, gate=None, relu_output=None, rounded=False, round_result=False):
     return _like(a, w.shape[0], *((size - 1) // stride + 1 for size in a.shape[2:]))
 
 
@@ -124,22 +125,22 @@ def backward_input(
     w: Tensor,
     stride: int,
     size: Sequence[int],
-    open: Tensor | None,
+    relu_output: Tensor | None,
     rounded: bool = False,
     round_result: bool = False,
 ) -> Tensor:
-    """g = W^T * d, of height and width `size`; with `open` like g, minus zero where that is not positive."""
+    """g = W^T * d, of height and width `size`; with `relu_output` like g, minus zero where that is not positive."""
     height, width = size
     if fits(stride, d, weight=w.shape) and d.dtype == w.dtype:
-        return _kernels().backward_input(d, w, stride, (height, width), open, rounded, round_result)
+        return _kernels().backward_input(d, w, stride, (height, width), relu_output, rounded, round_result)
     a = torch.empty((d.shape[0], w.shape[1], height, width), dtype=d.dtype, device=d.device)
     g = _convolution_backward(d, a, w, stride, (True, False, False))[0]
     g = _to_tf32(g) if round_result else g
-    return _nhwc(g if open is None else torch.where(open > 0, torch.where(g == 0, 0.0, g), -0.0))
+    return _nhwc(g if relu_output is None else torch.where(relu_output > 0, torch.where(g == 0, 0.0, g), -0.0))
 
 
 @backward_input.register_fake
-def _(d, w, stride, size, open, rounded=False, round_result=False):
+def _(d, w, stride, size, relu_output, rounded=False, round_result=False):
     return _like(d, w.shape[1], *size)
 
 

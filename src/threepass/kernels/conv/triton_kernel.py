@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...numerics.precision import tf32_convolutions
 from ..launch import multiprocessors, on_its_device
-from ..product_triton import nearest_tf32, product
+from ..product_triton import nearest_tf32, padded, product
 from ..rounding_triton import rounded_randomly
 
 
@@ -39,14 +39,15 @@ class Blocks:
 
 
 # Each is the fastest of a few that were timed on an H200 by `benchmarks/kernels_conv.py` for the layers of plain-20.
-# By bytes of a number and the channels that the product sums over, padded to a power of two.
+# By bytes of a number and the channels that the product sums over, padded to a power of two. The tiles of all stages
+# take at most 96 KiB of shared memory, and every GPU that `runs_on` accepts has 99 KiB at least.
 FORWARD = {
     (4, 4): Blocks(128, 32), (4, 16): Blocks(256, 16, 8, 3), (4, 32): Blocks(128, 32, 4, 3),
-    (4, 64): Blocks(64, 64, 8, 3), (4, 128): Blocks(64, 64, 8, 3),
+    (4, 64): Blocks(64, 64, 8, 3),
     (2, 4): Blocks(256, 32), (2, 16): Blocks(128, 16, 4, 3), (2, 32): Blocks(128, 32, 8, 4),
-    (2, 64): Blocks(64, 64, 4, 3), (2, 128): Blocks(64, 64, 4, 3),
+    (2, 64): Blocks(64, 64, 4, 3),
 }  # fmt: skip
-INPUT = FORWARD | {(4, 32): Blocks(64, 32, 2), (4, 64): Blocks(32, 64, 4, 3), (4, 128): Blocks(32, 64, 4, 3)}
+INPUT = FORWARD | {(4, 32): Blocks(64, 32, 2), (4, 64): Blocks(32, 64, 4, 3)}
 # The same, for the error of an image, which has few channels.
 THIN_INPUT = INPUT | {(2, 64): Blocks(128, 64, 4, 3), (4, 64): Blocks(128, 64, 4, 2)}
 
@@ -55,10 +56,8 @@ THIN_INPUT = INPUT | {(2, 64): Blocks(128, 64, 4, 3), (4, 64): Blocks(128, 64, 4
 WEIGHT = {
     (4, 4): Blocks(128, 32, splits=2), (4, 16): Blocks(64, 16, tiles=3, splits=1),
     (4, 32): Blocks(64, 32, tiles=3, splits=2 / 3), (4, 64): Blocks(64, 64, tiles=3, splits=1 / 3),
-    (4, 128): Blocks(64, 64, splits=1 / 8),
     (2, 4): Blocks(64, 32, splits=2), (2, 16): Blocks(64, 64, 4, 2, splits=1),
     (2, 32): Blocks(64, 64, 4, 2, splits=1), (2, 64): Blocks(64, 64, 4, 2, splits=1 / 3),
-    (2, 128): Blocks(64, 64, 4, 2, splits=1 / 8),
 }  # fmt: skip
 NARROW_WEIGHT = Blocks(64, 64, tiles=3, splits=2)
 SCRATCH = 5 * 2**19  # for the parts' sums, times the bytes of a number: with few images, the peak of a step's memory
@@ -69,7 +68,7 @@ def blocks_for(table: dict[tuple[int, int], Blocks], z: Tensor) -> Blocks:
 
 
 def blocks_for_weight(d: Tensor, m: Tensor) -> Blocks:
-    """With 16 output channels in a half format Triton's pipeline (two stages) has a race: some runs differ in bits."""
+    """With 16 output channels in a half dtype Triton's pipeline (two stages) has a race: some runs differ in bits."""
     narrow = d.element_size() == 2 and d.shape[1] <= 16 <= m.shape[1]
     return NARROW_WEIGHT if narrow else blocks_for(WEIGHT, m)
 
@@ -126,7 +125,7 @@ def _closed(d):
 
 
 @triton.jit
-def _forward_kernel(a, w, bias, gate, opened, out, pixels, RELU: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
+def _forward_kernel(a, w, bias, gate, relu_output, out, pixels, RELU: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
                     H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, STRIDE: tl.constexpr,
                     SC: tl.constexpr, SN: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, BP: tl.constexpr,
                     BK: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, ROUNDED: tl.constexpr,
@@ -142,8 +141,8 @@ def _forward_kernel(a, w, bias, gate, opened, out, pixels, RELU: tl.constexpr, C
         z = tl.where(z <= 0, 0.0, z)  # and NaN stays
     if gate is not None:
         z = tl.where(_closed(tl.load(gate + here, mask=inside, other=0.0)), 0.0, z)
-    if opened is not None:
-        z = tl.where(tl.load(opened + here, mask=inside, other=0.0) > 0, z, 0.0)
+    if relu_output is not None:
+        z = tl.where(tl.load(relu_output + here, mask=inside, other=0.0) > 0, z, 0.0)
     if ROUND:
         z = nearest_tf32(z)
     tl.store(out + here, z.to(out.dtype.element_ty), mask=inside)
@@ -170,20 +169,20 @@ def _tangent_kernel(t, w, a, ratio, t_out, mix, pixels, seed, C: tl.constexpr, N
 
 
 @triton.jit
-def _store_error(g, to, opened, here, inside, ROUND: tl.constexpr):
-    """Stores g where opened > 0, its zeros as plus zero, and minus zero elsewhere."""
+def _store_error(g, to, relu_output, here, inside, ROUND: tl.constexpr):
+    """Stores g where relu_output > 0, its zeros as plus zero, and minus zero elsewhere."""
     g = g.to(to.dtype.element_ty).to(tl.float32)  # what rounds to zero is zero
     if ROUND:
         g = nearest_tf32(g)
-    if opened is not None:
+    if relu_output is not None:
         g = tl.where(g == 0, 0.0, g)
         mark = tl.full((1, 1), -2147483648, tl.int32).to(tl.float32, bitcast=True)  # Triton reads a literal -0.0 as 0.0
-        g = tl.where(tl.load(opened + here, mask=inside, other=0.0) > 0, g, mark)
+        g = tl.where(tl.load(relu_output + here, mask=inside, other=0.0) > 0, g, mark)
     tl.store(to + here, g.to(to.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _input_kernel(d, w, opened, g, pixels, C: tl.constexpr, N: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+def _input_kernel(d, w, relu_output, g, pixels, C: tl.constexpr, N: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
                   SC: tl.constexpr, SN: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, BP: tl.constexpr,
                   BK: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, ROUNDED: tl.constexpr,
                   ROUND: tl.constexpr):  # fmt: skip
@@ -192,11 +191,11 @@ def _input_kernel(d, w, opened, g, pixels, C: tl.constexpr, N: tl.constexpr, H: 
     n = tl.arange(0, BN)[None, :]
     turned = w + 2 * (SY + SX)
     z = _product(d, turned, p, pixels, C, N, H, W, H, W, 1, SC, SN, -SY, -SX, BP, BK, BN, PRECISION, ROUNDED)
-    _store_error(z, g, opened, p[:, None] * N + n, (p < pixels)[:, None] & (n < N), ROUND)
+    _store_error(z, g, relu_output, p[:, None] * N + n, (p < pixels)[:, None] & (n < N), ROUND)
 
 
 @triton.jit
-def _input_kernel_2(d, w, opened, g, pixels, C: tl.constexpr, N: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+def _input_kernel_2(d, w, relu_output, g, pixels, C: tl.constexpr, N: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
                     OH: tl.constexpr, OW: tl.constexpr, SC: tl.constexpr, SN: tl.constexpr, SY: tl.constexpr,
                     SX: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
                     PRECISION: tl.constexpr, ROUNDED: tl.constexpr, ROUND: tl.constexpr):  # fmt: skip
@@ -226,7 +225,7 @@ def _input_kernel_2(d, w, opened, g, pixels, C: tl.constexpr, N: tl.constexpr, H
     y = 2 * i + py
     x = 2 * j + px
     inside = (p < pixels)[:, None] & (y < H) & (x < W) & (n < N)
-    _store_error(z, g, opened, ((b * H + y) * W + x) * N + n, inside, ROUND)
+    _store_error(z, g, relu_output, ((b * H + y) * W + x) * N + n, inside, ROUND)
 
 
 @triton.jit
@@ -305,16 +304,12 @@ def _empty(like: Tensor, channels: int, size: tuple[int, int]) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
 
 
-def _padded(channels: int) -> int:
-    return max(16, triton.next_power_of_2(channels))
-
-
 def _of_forward(a: Tensor, w: Tensor, out: Tensor, stride: int, blocks: Blocks) -> dict[str, Any]:
     """The constants of a kernel that goes forward."""
     return {
         "C": a.shape[1], "N": w.shape[0], "H": a.shape[2], "W": a.shape[3], "OH": out.shape[2], "OW": out.shape[3],
         "STRIDE": stride, "SC": w.stride(1), "SN": w.stride(0), "SY": w.stride(2), "SX": w.stride(3),
-        "BP": blocks.pixels, "BK": blocks.k, "BN": _padded(w.shape[0]), "PRECISION": _precision(),
+        "BP": blocks.pixels, "BK": blocks.k, "BN": padded(w.shape[0]), "PRECISION": _precision(),
         "num_warps": blocks.warps, "num_stages": blocks.stages,
     }  # fmt: skip
 
@@ -333,7 +328,7 @@ def forward(
     stride: int,
     relu: bool,
     gate: Tensor | None = None,
-    opened: Tensor | None = None,
+    relu_output: Tensor | None = None,
     rounded: bool = False,
     round_result: bool = False,
     blocks: Blocks | None = None,
@@ -346,7 +341,7 @@ def forward(
         w,
         bias,
         _nhwc(gate),
-        _nhwc(opened),
+        _nhwc(relu_output),
         out,
         pixels,
         RELU=relu,
@@ -375,7 +370,7 @@ def backward_input(
     w: Tensor,
     stride: int,
     size: tuple[int, int],
-    opened: Tensor | None,
+    relu_output: Tensor | None,
     rounded: bool = False,
     round_result: bool = False,
     blocks: Blocks | None = None,
@@ -384,16 +379,16 @@ def backward_input(
     g = _empty(d, w.shape[1], size)
     constants = {
         "C": w.shape[0], "N": w.shape[1], "H": size[0], "W": size[1], "SC": w.stride(0), "SN": w.stride(1),
-        "SY": w.stride(2), "SX": w.stride(3), "BP": blocks.pixels, "BK": blocks.k, "BN": _padded(w.shape[1]),
+        "SY": w.stride(2), "SX": w.stride(3), "BP": blocks.pixels, "BK": blocks.k, "BN": padded(w.shape[1]),
         "PRECISION": _precision(), "num_warps": blocks.warps, "num_stages": blocks.stages,
     } | _of_rounding(rounded, round_result, d)  # fmt: skip
     pixels = d.shape[0] * d.shape[2] * d.shape[3]
     tiles = triton.cdiv(pixels, blocks.pixels)
     if stride == 1:
-        _input_kernel[(tiles,)](d, w, _nhwc(opened), g, pixels, **constants)
+        _input_kernel[(tiles,)](d, w, _nhwc(relu_output), g, pixels, **constants)
     else:
         constants |= {"OH": d.shape[2], "OW": d.shape[3]}
-        _input_kernel_2[(tiles, 4)](d, w, _nhwc(opened), g, pixels, **constants)
+        _input_kernel_2[(tiles, 4)](d, w, _nhwc(relu_output), g, pixels, **constants)
     return g
 
 
@@ -411,7 +406,7 @@ def backward_weight(
     work = torch.empty((splits, rows, o), dtype=torch.float32, device=d.device)
     _weight_kernel[(splits, triton.cdiv(9 * i, blocks.k * blocks.tiles))](
         d, m, work, pixels, part, C=i, N=o, H=m.shape[2], W=m.shape[3], OH=height, OW=width, STRIDE=stride,
-        BP=blocks.pixels, BK=blocks.k, BN=_padded(o), TILES=blocks.tiles, PRECISION=_precision(),
+        BP=blocks.pixels, BK=blocks.k, BN=padded(o), TILES=blocks.tiles, PRECISION=_precision(),
         ROUNDED=_of_rounding(rounded, False, d)["ROUNDED"], num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     layout = torch.channels_last if channels_last else torch.contiguous_format

@@ -14,7 +14,7 @@ mean(x̂ z)) / std(a),
 
     R{d_a} = J (w r) - (x̂ mean(t J g) + mean(x̂ t) J g + mean(x̂ g) J t) / std(a) + r_2,   g = w d
     g_w    = sum r x̂,  g_b = sum r                 over all rows, in float32; r_2: of a residual branch, or none
-    g_a    = sum R{d_a}                            for the shift of a weight before the norm
+    g_a    = sum R{d_a}                            the bias gradient of the layer upstream of the norm
 
 Custom operations (`torch.ops.threepass`), opaque to the compiler. Where `fits` holds they are Triton
 kernels (`triton_kernel.py`), which read and write each signal once, else plain PyTorch.

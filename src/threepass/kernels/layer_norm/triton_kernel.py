@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import on_its_device, resident_warps
+from ..load_triton import load
 from ..rounding_triton import rounded_randomly
 from ..sums_triton import add_up
 
@@ -38,11 +39,6 @@ def _normalised(x, known, eps, C: tl.constexpr):
 
 
 @triton.jit
-def _load(z, here, inside):
-    return tl.load(z + here, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _store_row(work, count, i, values, C: tl.constexpr, BC: tl.constexpr):
     """Row i of a program's `count` rows of column sums."""
     column = tl.arange(0, BC)
@@ -61,9 +57,9 @@ def _tangent_kernel(t_1, t_2, a, d, w, b, ratio, t_sum, t_u, m, work, rows, part
     scale = tl.full((1, BC), 1.0, tl.float32)
     shift = tl.zeros((1, BC), tl.float32)
     if w is not None:
-        scale = _load(w, column, known)
+        scale = load(w, column, known)
     if b is not None:
-        shift = _load(b, column, known)
+        shift = load(b, column, known)
     if ratio is not None:
         k = tl.load(ratio)
     for_scale = tl.zeros((BR, BC), tl.float32)
@@ -73,13 +69,13 @@ def _tangent_kernel(t_1, t_2, a, d, w, b, ratio, t_sum, t_u, m, work, rows, part
         row = start + tl.arange(0, BR)[:, None]
         here = row * C + column
         inside = (row < rows) & known
-        x = _load(a, here, inside)
-        t = _load(t_1, here, inside)
+        x = load(a, here, inside)
+        t = load(t_1, here, inside)
         e = tl.zeros((BR, BC), tl.float32)
         if t_2 is not None:
-            t += _load(t_2, here, inside)
+            t += load(t_2, here, inside)
         if d is not None:  # loaded here, because after a store it would wait for the store
-            e = _load(d, here, inside)
+            e = load(d, here, inside)
         if HALF_SUM:
             t = t.to(tl.bfloat16).to(tl.float32)
         if t_sum is not None:
@@ -115,7 +111,7 @@ def _bend_kernel(a, t, d, r, r_2, w, bent, work, rows, part, eps,
     known = column < C
     scale = tl.full((1, BC), 1.0, tl.float32)
     if w is not None:
-        scale = _load(w, column, known)
+        scale = load(w, column, known)
     for_scale = tl.zeros((BR, BC), tl.float32)
     for_shift = tl.zeros((BR, BC), tl.float32)
     before = tl.zeros((BR, BC), tl.float32)
@@ -124,15 +120,15 @@ def _bend_kernel(a, t, d, r, r_2, w, bent, work, rows, part, eps,
         row = start + tl.arange(0, BR)[:, None]
         here = row * C + column
         inside = (row < rows) & known
-        x = _load(a, here, inside)
-        s = _load(t, here, inside)
-        g = _load(d, here, inside) * scale
+        x = load(a, here, inside)
+        s = load(t, here, inside)
+        g = load(d, here, inside) * scale
         e = tl.zeros((BR, BC), tl.float32)
         if r is not None:
-            e = _load(r, here, inside)
+            e = load(r, here, inside)
         other = tl.zeros((BR, BC), tl.float32)
         if r_2 is not None:
-            other = _load(r_2, here, inside)
+            other = load(r_2, here, inside)
         x, rstd = _normalised(x, known, eps, C)
         s = tl.where(known, s - _mean(s, C), 0.0)  # J t is the same
         along_t = _mean(x * s, C)

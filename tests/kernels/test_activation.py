@@ -78,7 +78,7 @@ def test_half_gelu(dtype):
 
 @needs_triton
 def test_kernel_in_the_interpreter():
-    interpreted("test_kernels_activation", "check_kernel")
+    interpreted("test_activation", "check_kernel")
 
 
 def check_kernel() -> None:
@@ -214,14 +214,14 @@ def test_a_captured_step_with_the_operation_is_the_engines(name, mode):
 
 
 @pytest.fixture
-def everything_pays(monkeypatch, packs):
-    monkeypatch.setattr(half_gelu, "pays", lambda z: True)
+def everything_is_faster(as_on_a_gpu, packs):
+    as_on_a_gpu(half_gelu, any_format=True)
 
 
 @pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 @pytest.mark.parametrize("name", ["vit", "gelu", "summed", "hooked by rows"])
-@pytest.mark.usefixtures("everywhere", "everything_pays")
+@pytest.mark.usefixtures("everywhere", "everything_is_faster")
 def test_in_bfloat16_it_differs_by_rounding_alone(name, mode):
     step, inputs, _ = step_of(name, torch.bfloat16, mode)
     program, without = trace(step, inputs), trace(step, inputs, kernels=False)
@@ -237,7 +237,7 @@ def test_in_bfloat16_it_differs_by_rounding_alone(name, mode):
 
 @pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
 @pytest.mark.parametrize("mode", ["paper", "exact"])
-@pytest.mark.usefixtures("everywhere", "everything_pays")
+@pytest.mark.usefixtures("everywhere", "everything_is_faster")
 def test_in_half_formats_no_gelu_is_left_to_the_framework(mode):
     step, inputs, _ = step_of("vit", torch.bfloat16, mode)
     program = trace(step, inputs)

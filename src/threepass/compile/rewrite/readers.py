@@ -1,4 +1,4 @@
-"""What is next to a node of a captured step's graph: the formats that its readers take, and the sums of its value."""
+"""What is next to a node of a captured step's graph: the dtypes that its readers take, and the sums of its value."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..._torch_compat import to_copy, unsafe_view
-from .graph import call, is_pointwise, value_of
+from .graph import insert_call, is_pointwise, value_of
 
 _aten = torch.ops.aten
 _copy = to_copy.default
@@ -19,7 +19,7 @@ def source(z: Any) -> Any:
 
 
 def may_be_wide(reader: Any) -> bool:
-    """Whether a node takes float32 as well as a half format: a pack, a float32 copy, a view that only such read."""
+    """Whether a node takes float32 as well as a half dtype: a pack, a float32 copy, a view that only such read."""
     if getattr(reader.target, "is_view", False):
         return bool(reader.users) and all(map(may_be_wide, reader.users))
     wide = reader.target is _copy and reader.kwargs == {"dtype": torch.float32}
@@ -27,14 +27,14 @@ def may_be_wide(reader: Any) -> bool:
 
 
 def widen(graph: Graph, node: Any, wide: Any) -> None:
-    """Puts a float32 value in a node's place; those that need the node's format get a copy."""
+    """Puts a float32 value in a node's place; those that need the node's dtype get a copy."""
     readers = list(node.users)
     same = value_of(node).dtype == value_of(wide).dtype
     narrow = set() if same else {n for n in readers if not may_be_wide(n)}
     copy = wide
     if narrow:
         with graph.inserting_after(wide):
-            copy = call(graph, _copy, (wide,), {"dtype": value_of(node).dtype})
+            copy = insert_call(graph, _copy, (wide,), {"dtype": value_of(node).dtype})
     for reader in readers:
         reader.replace_input_with(node, copy if reader in narrow else wide)
 

@@ -139,4 +139,4 @@ def test_warm_up_launches_on_the_tensors_device():
 
 @needs_triton
 def test_kernels_in_the_interpreter():
-    interpreted("test_kernels_batch_norm", "-k", "not interpreter")
+    interpreted("test_batch_norm", "-k", "not interpreter")

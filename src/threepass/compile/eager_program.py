@@ -15,7 +15,7 @@ from .trace import Program
 _CALL = re.compile(r"\btorch\.ops\.(\w+\.\w+\.\w+)(?=\()")
 
 
-def uncompiled(program: Program) -> Callable[[Sequence[Tensor]], Any]:
+def eager_program(program: Program) -> Callable[[Sequence[Tensor]], Any]:
     """The function that FX writes for the graph, with the operations bound to names.
 
     In FX's own function each call looks an operation up by its dotted name, and then goes through a Python method: a

@@ -155,7 +155,7 @@ def test_bend_can_be_traced(dtype, missing):
 
 @needs_triton
 def test_kernel_in_the_interpreter():
-    interpreted("test_kernels_layer_norm", "check_kernel")
+    interpreted("test_layer_norm", "check_kernel")
 
 
 def check_kernel() -> None:

@@ -48,7 +48,7 @@ def test_plain_against_autograd(case):
     torch.testing.assert_close(conv.forward(a, w, b, stride, False, None), u)
     torch.testing.assert_close(conv.forward(a, w, b, stride, True, None), u.relu())
     torch.testing.assert_close(conv.forward(a, w, b, stride, False, d), u * ~minus_zero(d))
-    torch.testing.assert_close(conv.forward(a, w, b, stride, False, open=d), u * (d > 0))
+    torch.testing.assert_close(conv.forward(a, w, b, stride, False, relu_output=d), u * (d > 0))
     torch.testing.assert_close(conv.backward_input(d, w, stride, a.shape[2:], None), g_a)
     for channels_last in (False, True):
         grads = conv.backward_weight(d, a, stride, channels_last)
@@ -108,7 +108,7 @@ def test_operations_can_be_traced():
 
 @needs_triton
 def test_kernels_in_the_interpreter():
-    interpreted("test_kernels_conv", "check_kernels")
+    interpreted("test_conv", "check_kernels")
 
 
 def check_kernels() -> None:
@@ -118,6 +118,18 @@ def check_kernels() -> None:
             _check_case(case, dtype, tolerance)
     _check_rounding()
     _check_results_in_tf32()
+    _check_shared_memory()
+
+
+def _check_shared_memory() -> None:
+    """A GPU of compute capability 8.6 has the least of those that the kernels run on: 99 KiB for a block."""
+    from threepass.kernels.conv import triton_kernel as conv_triton
+
+    for table in (conv_triton.FORWARD, conv_triton.INPUT, conv_triton.THIN_INPUT):
+        for (size, _), b in table.items():
+            assert b.stages * b.k * (b.pixels + conv.FEW) * size <= 96 * 2**10
+    for size, b in ((4, conv_triton.NARROW_WEIGHT), *((size, b) for (size, _), b in conv_triton.WEIGHT.items())):
+        assert b.stages * b.pixels * (b.tiles * b.k + conv.FEW) * size <= 96 * 2**10
 
 
 def _check_case(case, dtype: torch.dtype, tolerance: float) -> None:
@@ -163,10 +175,10 @@ def _check_results_in_tf32() -> None:
     for case in CASES:
         a, w, b, d = signals(case, torch.float32)
         *_, height, width, stride = case
-        for opened in (None, a):
-            call = functools.partial(conv.backward_input, d, w, stride, (height, width), opened)
+        for relu_output in (None, a):
+            call = functools.partial(conv.backward_input, d, w, stride, (height, width), relu_output)
             assert torch.equal(call(round_result=True), round_to_tf32(call()))
-            assert opened is None or torch.equal(minus_zero(call(round_result=True)), a <= 0)
+            assert relu_output is None or torch.equal(minus_zero(call(round_result=True)), a <= 0)
         call = functools.partial(conv.forward, a, w, b, stride, True, d)
         assert torch.equal(call(round_result=True, rounded=True), round_to_tf32(call()))
 
