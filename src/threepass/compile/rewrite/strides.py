@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ..._torch_compat import OpOverload, arguments_of, unsafe_index_put, unsafe_view
-from .graph import call
+from .graph import insert_call
 
 _aten = torch.ops.aten
 
@@ -74,7 +74,7 @@ def copy_returned_inputs(graph: Graph) -> None:
         if _origin(node).op != "placeholder":
             return node
         with graph.inserting_before(output):
-            return call(graph, _aten.clone.default, (node,))
+            return insert_call(graph, _aten.clone.default, (node,))
 
     output.args = map_arg(output.args, own)
 
