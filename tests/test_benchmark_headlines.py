@@ -27,6 +27,15 @@ def captures() -> str:
     )
 
 
+def checkpointing() -> str:
+    row = next(r for r in results("bench/cpu-checkpointing")["rows"] if r["checkpointed"] and r["blocks"] == 48)
+    paper = row["paper"]
+    return (
+        f"with 48 blocks, paper mode takes {paper['eager']:.2f}x of the memory of plain training with the same "
+        f"checkpoints, traced {paper['traced']:.2f}x"
+    )
+
+
 def eager_forces() -> str:
     seconds = results("gradient-losses/cpu-schnet")["seconds"]
     eager, traced = (seconds[m] / seconds["double backward"] for m in ("gradient_step", "GradientStep, traced"))
@@ -104,7 +113,8 @@ def signature() -> str:
 
 
 HEADLINES = [
-    captures, eager_forces, eager_overhead, epoch, gradient_losses, gradient_sizes, kernels_conv, kernels_rows, loss,
+    captures, checkpointing, eager_forces, eager_overhead, epoch, gradient_losses, gradient_sizes, kernels_conv,
+    kernels_rows, loss,
     ranks, recipes, regression, signature,
 ]  # fmt: skip
 
