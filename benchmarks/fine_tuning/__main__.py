@@ -10,7 +10,8 @@ them and measured on the test set: clean, with words left out, with typing error
 A run is a line of the file; runs that are in the file are not repeated. Several processes may work on one file: each
 takes the next cell that no other has in hand.
 
-Result: results/fine-tuning/runs.jsonl, quoted by docs/fine-tuning.md: so far no gain over plain training.
+Result: results/fine-tuning/runs.jsonl, quoted by docs/fine-tuning.md: so far no gain over plain
+training that one could rely on.
 """
 
 import argparse
