@@ -16,6 +16,7 @@ from ..tape.operation import Operation
 from ..tape.record import Record
 from ..tape.replay import as_recorded
 from ..tape.signals import ActivationMeta, Signals
+from ..tracing import is_for_compiler
 from .exact import Propagated, backward_again
 from .gradients import Gradients
 from .plan import Operand, Plan
@@ -86,11 +87,12 @@ def propagate(
 class Propagation:
     """u = op(a; p) with the errors d of u and the tangents t of a: by its fast rule, or by the generic one."""
 
-    __slots__ = ("d", "linearization", "op", "s", "t", "weight_grads")
+    __slots__ = ("curved", "d", "linearization", "op", "s", "t", "weight_grads")
 
     def __init__(self, op: Operation, errors: Errors | None, t: Tensors):
         self.op, self.t = op, t
         self.d, self.weight_grads = errors or Errors([None] * len(op.outputs), [])
+        self.curved: Tensor | None = None  # the term of the second derivative, where pass 3 has computed it
         self.linearization = lin = op.linearize()
         self.s = None if lin is None or lin.signal is None or t[0] is None else lin.tangent(t[0])  # of the signal
 
@@ -102,21 +104,29 @@ class Propagation:
             return has_flat_rule or (self.linearization.pull is not None and self.linearization.curve is None)
         return not self.op.weights and is_affine(self.op.func)
 
+    @property
+    def curves(self) -> bool:
+        """Whether there is a term of the second derivative, or what it is computed from."""
+        return self.curved is not None or any(e is not None for e in self.d)
+
     def forward(self, gradients: Gradients) -> Tensors | None:
         """Pass 3 at this operation: adds the weights' gradients, and returns the tangents of u if they are needed.
 
-        d and t are freed as soon as they can be: in exact mode, a nonlinear operation keeps them for the backward pass.
+        d and t are freed as soon as they can be. Of a nonlinear operation, exact mode keeps the term of the second
+        derivative in their place, which is half as much, where a rule gives that term alone.
         """
         plan = gradients.plan
         case = plan.case
-        is_last_use = not plan.exact or self.is_affine
-        if is_last_use and case.error_freed_first:
+        is_nonlinear = plan.exact and not self.is_affine
+        if not is_nonlinear and case.error_freed_first:
             self._use_error(gradients)
         out = self.push(plan) if case.carried is not None and self.op.pushes else None
-        if is_last_use:
-            if not case.error_freed_first:
-                self._use_error(gradients)
-            self.t, self.s = [None] * len(self.t), None
+        if is_nonlinear:
+            if not self._curves_alone or is_for_compiler():  # kernels of compiled steps add the term to that of `pull`
+                return out
+            self.curved = self._curvature()
+        self._use_error(gradients)
+        self.t, self.s = [None] * len(self.t), None
         return out
 
     def push(self, plan: Plan) -> Tensors:
@@ -147,7 +157,8 @@ class Propagation:
 
     def pull(self, r: Tensors, gradients: Gradients, wanted: bool) -> Tensors:
         """Exact mode: R{d} of a from r, the R{d} of u; adds R{d} (x) a, and pass 3's products if they are not yet."""
-        if self.linearization is not None and self.linearization.pull is not None:
+        if self._curves_alone:
+            assert self.linearization is not None
             return [self._pull(self.linearization, r[0], gradients, wanted)]
         if self.linearization is not None and self.linearization.bend is not None:
             pulled = self.linearization.bend(r, self.d, self._by_position()) if wanted else [None] * self.op.arity
@@ -160,7 +171,19 @@ class Propagation:
     def free_signals(self) -> None:
         """Frees d and t: from here on the operation is its Jacobian, and `pull` adds no curvature."""
         self.d, self.weight_grads = [None] * len(self.d), []
-        self.t, self.s = [None] * len(self.t), None
+        self.t, self.s, self.curved = [None] * len(self.t), None, None
+
+    @property
+    def _curves_alone(self) -> bool:
+        """Whether the rule computes the term of the second derivative apart from the Jacobian's."""
+        return self.linearization is not None and self.linearization.pull is not None
+
+    def _curvature(self) -> Tensor | None:
+        """The term of the second derivative in R{d} of a."""
+        (d, *_), (t, *_) = self.d, self.t
+        if self.linearization is None or self.linearization.curve is None or d is None or t is None:
+            return None
+        return self.linearization.curve(d, t, *self.weight_grads)
 
     def _use_error(self, gradients: Gradients) -> None:
         if self.op.weights:
@@ -175,10 +198,10 @@ class Propagation:
         if not wanted:
             return None
         pulled = None if r is None or lin.pull is None else lin.pull(r)
-        if lin.curve is not None and self.d[0] is not None and self.t[0] is not None:
-            curved = lin.curve(self.d[0], self.t[0], *self.weight_grads)
-            pulled = curved if pulled is None else pulled + curved
-        return pulled
+        curved = self._curvature() if self.curved is None else self.curved
+        if pulled is None or curved is None:
+            return curved if pulled is None else pulled
+        return pulled + curved
 
     def _add_generic(self, gradients: Gradients, backprop: Tensors, third: Tensors) -> None:
         for (_, weight), b, g in zip(self.op.weights, backprop, third, strict=True):
@@ -200,6 +223,10 @@ class BlockPropagation:
     ):
         self.op, self.t, self.recomputed = op, t, recomputed
         self.d: list[Tensor | None] = [None] if errors is None else errors.d
+
+    @property
+    def curves(self) -> bool:
+        return self.d[0] is not None
 
     def forward(self, gradients: Gradients) -> list[Tensor | None]:
         """The tangent of the output; in paper mode also adds the weights' gradients, by the errors inside the block."""

@@ -387,6 +387,7 @@ class Record(ActivityTracker):
                 op.output, op.values[0] = first.detach(), without_contents(op.values[0])
             else:
                 op.output = without_contents(first)
+        op.free_unread()
 
     def _own_gradient(self, func, *args, **kwargs):
         """`torch.autograd.grad` in the model: of weights it gives weights."""
