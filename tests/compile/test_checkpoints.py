@@ -70,7 +70,7 @@ def bytes_of_steps(mode, compile):
     return kept[True], kept[False]
 
 
-@pytest.mark.parametrize(("mode", "between"), [("paper", 1), ("exact", 3)])
+@pytest.mark.parametrize(("mode", "between"), [("paper", 1), ("exact", 2)])
 def test_memory_of_traced_steps_is_that_of_block_boundaries(mode, between):
     checkpointed, whole = bytes_of_steps(mode, "trace")
     assert checkpointed < between * 12 + 3 * 10

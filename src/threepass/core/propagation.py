@@ -37,7 +37,7 @@ class Errors(NamedTuple):
 
 def errors_from(tape: Record, plan: Plan, u: Tensor, d: Tensor) -> tuple[list[Tensor], dict[Operation, Errors]]:
     """The errors of the inputs and of operations, from the error d of the output u."""
-    ops = [op for op in reversed(tape.operations) if op.weights or (plan.exact and op.needs_error)]
+    ops = [op for op in reversed(tape.operations) if _keeps_error(op, plan)]
     leaves = [leaf for _, leaf, _ in tape.inputs]
     wanted: list[Any] = [*leaves, *(z for op in ops for z in (*op.error_edges, *(leaf for _, leaf in op.leaves)))]
     with tape.recomputing():
@@ -52,6 +52,13 @@ def errors_from(tape: Record, plan: Plan, u: Tensor, d: Tensor) -> tuple[list[Te
     return dx, errors
 
 
+def _keeps_error(op: Operation, plan: Plan) -> bool:
+    """Whether a later pass reads the error from pass 2."""
+    if plan.exact and isinstance(op, Block) and op.gets_error:
+        return False
+    return bool(op.weights) or (plan.exact and op.needs_error)
+
+
 def propagate(
     tape: Record, signals: Signals, errors: dict[Operation, Errors], gradients: Gradients, keep: bool = False
 ) -> list[Propagated]:
@@ -61,14 +68,14 @@ def propagate(
     """
     plan = gradients.plan
     steps: list[Propagated] = []
-    recomputed: dict[ActivationMeta, Tensor] = {}  # outputs of blocks
+    between = BetweenBlocks({}, {})
     for op in tape.consume():
         out = None
         try:
             t = [signals.get(z) for _, z in op.active]
             d = errors.pop(op, None)
             step: Propagation | BlockPropagation
-            step = BlockPropagation(op, d, t, recomputed) if isinstance(op, Block) else Propagation(op, d, t)
+            step = BlockPropagation(op, d, t, between) if isinstance(op, Block) else Propagation(op, d, t)
             out = step.forward(gradients)
             if keep:
                 steps.append(step)
@@ -76,8 +83,8 @@ def propagate(
             tape.record_error(op, error)
         for z in op.last_reads:
             signals.put(z, None)
-            if recomputed:
-                recomputed.pop(z, None)
+            if between.outputs:
+                between.outputs.pop(z, None)
         if op.pushes and plan.case.carried is not None:
             for u, s in zip(op.outputs, out or [u.zeros() for u in op.outputs], strict=True):
                 signals.put(u, s)
@@ -213,31 +220,42 @@ class Propagation:
         return [given.get(i) for i in range(self.op.arity)]
 
 
+class BetweenBlocks(NamedTuple):
+    """What the checkpointed blocks of a tape give to one another, because it is not kept since passes 1 and 2.
+
+    outputs: recomputed in pass 3; errors: in the backward pass of exact mode, of the blocks that get them so.
+    """
+
+    outputs: dict[ActivationMeta, Tensor]
+    errors: dict[ActivationMeta, Tensor]
+
+
 class BlockPropagation:
     """Pass 3 and, in exact mode, the backward pass after it, through a checkpointed block (`tape/checkpointed.py`)."""
 
-    __slots__ = ("d", "op", "recomputed", "t")
+    __slots__ = ("between", "d", "op", "t")
 
-    def __init__(
-        self, op: Block, errors: Errors | None, t: list[Tensor | None], recomputed: dict[ActivationMeta, Tensor]
-    ):
-        self.op, self.t, self.recomputed = op, t, recomputed
+    def __init__(self, op: Block, errors: Errors | None, t: list[Tensor | None], between: BetweenBlocks):
+        self.op, self.t, self.between = op, t, between
         self.d: list[Tensor | None] = [None] if errors is None else errors.d
 
     @property
     def curves(self) -> bool:
-        return self.d[0] is not None
+        return self.d[0] is not None or self.op.outputs[0] in self.between.errors
 
     def forward(self, gradients: Gradients) -> list[Tensor | None]:
         """The tangent of the output; in paper mode also adds the weights' gradients, by the errors inside the block."""
         (d,) = self.d
-        if d is None:  # the loss does not depend on it
+        if d is None and not self.op.gets_error:  # the loss does not depend on it
             return [None]
         inner, u = self._recorded()
         output = inner.meta_of(u)
-        errors = {} if gradients.plan.exact else errors_from(inner, gradients.plan, u, recompute_from(d))[1]
+        errors = {}
+        if not gradients.plan.exact:
+            assert d is not None  # blocks get their errors from others in exact mode alone
+            errors = errors_from(inner, gradients.plan, u, recompute_from(d))[1]
         if self.op.is_read_by_block:
-            self.recomputed[self.op.outputs[0]] = u.detach()
+            self.between.outputs[self.op.outputs[0]] = u.detach()
         del u
         signals = self._signals(inner)
         propagate(inner, signals, errors, gradients)
@@ -248,13 +266,14 @@ class BlockPropagation:
 
     def pull(self, r: list[Tensor | None], gradients: Gradients, wanted: bool) -> list[Tensor | None]:
         """Exact mode: R{d} of the arguments from that of the output; adds all products inside the block."""
-        (d,) = self.d
+        d = self.between.errors.pop(self.op.outputs[0], self.d[0])
         if d is None:
             return [None] * len(self.op.active)
         inner, u = self._recorded()
         inner.needs_input_errors = wanted
         start = [] if r[0] is None else [(inner.meta_of(u), r[0])]
-        _, errors = errors_from(inner, gradients.plan, u, recompute_from(d))
+        dx, errors = errors_from(inner, gradients.plan, u, recompute_from(d))
+        self._pass_errors(dx)
         check_hooks(inner, 'use mode="paper", or remove the hook')
         del u
         steps = propagate(inner, self._signals(inner), errors, gradients, keep=True)
@@ -262,10 +281,17 @@ class BlockPropagation:
         raise_problems(inner)
         return pulled
 
+    def _pass_errors(self, dx: list[Tensor]) -> None:
+        """Gives the errors of the block's arguments to the blocks that computed these, and kept no error."""
+        errors = self.between.errors
+        for (_, z), e in zip(self.op.active, dx, strict=True):
+            if z in self.op.passes_error:
+                errors[z] = errors[z] + e if z in errors else e
+
     def _recorded(self) -> tuple[Record, Tensor]:
         """The block's operations on a tape of their own, and its output."""
         block, inner = self.op, Record(self.op.autocast[0])
-        values = block.arguments(self.recomputed)
+        values = block.arguments(self.between.outputs)
         with torch.enable_grad():
             for i, _ in block.active:
                 values[i] = inner.add_input(recompute_from(values[i]))
