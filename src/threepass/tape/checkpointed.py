@@ -161,5 +161,5 @@ def can_be_recorded_again(operations: list[Operation], arguments: list[Activatio
 def without_tensors(op: Operation) -> Operation:
     """Frees the activations that an operation of a block refers to."""
     op.values = [None if isinstance(v, Tensor) or tensors_in(v) else v for v in op.values]
-    op.output, op.rng = None, None
+    op.output, op.rng, op.linearization = None, None, None
     return op
