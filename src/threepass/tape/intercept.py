@@ -54,9 +54,12 @@ class FunctionInterceptor(TorchFunctionMode):
     """
 
     def checkpointing(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_whole: bool
     ) -> contextlib.AbstractContextManager[Callable[..., Any]]:
-        """Around a function that `torch.utils.checkpoint.checkpoint` runs; gives the one for the backward pass."""
+        """Around a function that `torch.utils.checkpoint.checkpoint` runs; gives the one for the backward pass.
+
+        is_whole: no activations are kept, as selective checkpoints keep some.
+        """
         return contextlib.nullcontext(function)
 
 
@@ -121,11 +124,11 @@ def _intercepted_apply(cls, *args, **kwargs):
 def _intercepted_checkpoint(*arguments, **kwargs):
     options = dict(zip(_checkpoint_options, arguments, strict=False))
     args, modes = arguments[len(options) :], _interceptors()
-    is_whole = options["context_fn"] is noop_context_fn  # not a checkpoint that keeps some of the activations
-    if not (modes and is_whole):
+    if not modes:
         yield from checkpoint_generator(*arguments, **kwargs)
         return
-    with modes[-1].checkpointing(options["fn"], args, kwargs) as recomputed:
+    is_whole = options["context_fn"] is noop_context_fn
+    with modes[-1].checkpointing(options["fn"], args, kwargs, is_whole) as recomputed:
         yield from checkpoint_generator(recomputed, *arguments[1:], **kwargs)
 
 

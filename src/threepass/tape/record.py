@@ -32,7 +32,6 @@ from .._torch_compat import (
     gradient_edge,
     has_saved_tensor_hooks,
     innermost_transform,
-    is_traced,
 )
 from ..errors import CaptureError, Place, first_line_of
 from ..numerics.precision import HALF
@@ -51,7 +50,7 @@ from .checkpointed import (
 from .inner_dropout import body_in_trace
 from .intercept import REPLACED, intercepting_functions, with_separate_histories
 from .operation import Operation, results_of, without_contents
-from .replay import as_recorded, is_random, refusing_random_numbers_in_trace
+from .replay import as_recorded, is_random
 from .signals import ActivationMeta, Signals
 from .state import random_state
 from .traits import traits_of
@@ -186,25 +185,25 @@ class Record(ActivityTracker):
         self.recording = False
         with contextlib.ExitStack() as stack:
             if self.checkpointed:
-                stack.enter_context(refusing_random_numbers_in_trace("an activation checkpoint"))
                 stack.enter_context(intercepting_functions())
                 stack.enter_context(self)
             yield
 
     @contextlib.contextmanager
-    def checkpointing(self, function, args, kwargs) -> Iterator[Callable[..., Any]]:
+    def checkpointing(self, function, args, kwargs, is_whole) -> Iterator[Callable[..., Any]]:
         """Makes one `Block` of the operations of a checkpointed function, if it can be recorded again alone."""
-        if not (self.blocks and self.recording and torch.is_grad_enabled()) or self._block is not None:
-            yield function
+        rng = random_state(self.device)
+        recomputed = Recomputed(function, self._recomputed_from, rng, self.device)
+        is_nested = self._block is not None
+        if not (is_whole and self.blocks and self.recording and torch.is_grad_enabled()) or is_nested:
+            yield recomputed
             return
         values, spec = flatten(args, kwargs)
         active = [(i, self._lookup(z)) for i, z in enumerate(values) if isinstance(z, Tensor) and self.is_active(z)]
         known = [(i, z) for i, z in active if z is not None]
         values = [v.detach() if isinstance(v, Tensor) and self.is_active(v) else v for v in values]
-        rng = None if is_traced() else random_state(self.device)  # in a trace, a block that draws numbers is refused
         before, autocast = len(self.operations), self._autocast()
         self._block = {}
-        recomputed = Recomputed(function, self._recomputed_from)
         try:
             yield recomputed
         finally:

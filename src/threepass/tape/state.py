@@ -1,4 +1,9 @@
-"""State that a step sets or restores: autograd's switches, buffers and random state."""
+"""State that a step sets or restores: autograd's switches, buffers and random state.
+
+In a trace the random state is a node, and so is setting it: generators cannot be read or set there. In the graph a draw
+is identified by its number, that of the draws before it, and setting the state counts on from where the state was
+taken. So draws of the same number are the same random numbers (`compile/randomness.py`).
+"""
 
 import contextlib
 import gc
@@ -8,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.node import has_side_effect
 
-from .._torch_compat import is_dynamo_imported, no_dispatch_modes
+from .._torch_compat import DisableTorchFunction, is_dynamo_imported, is_traced, no_dispatch_modes
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -114,12 +120,49 @@ class _Buffers:
                     buffer.copy_(contents)
 
 
+@torch.library.custom_op("threepass::random_state", mutates_args=())
+def random_state_op() -> Tensor:
+    """Stands for the random state at its place in a trace."""
+    return torch.zeros(())
+
+
+@torch.library.custom_op("threepass::set_random_state", mutates_args=())
+def set_random_state_op(state: Tensor) -> Tensor:
+    """In a trace, sets the random state to one that `random_state_op` stands for."""
+    return state.clone()
+
+
+random_state_op.register_fake(lambda: torch.zeros(()))
+set_random_state_op.register_fake(torch.empty_like)
+has_side_effect(torch.ops.threepass.random_state.default)
+has_side_effect(torch.ops.threepass.set_random_state.default)
+
+
 def random_state(device: str) -> list[Tensor]:
+    """What `set_random_state` takes: the states of the generators, or in a trace a node."""
+    if is_traced():
+        with DisableTorchFunction():
+            return [random_state_op()]
     states = [torch.get_rng_state()]
     return states if device == "cpu" else [*states, torch.get_device_module(device).get_rng_state()]
 
 
 def set_random_state(states: list[Tensor], device: str) -> None:
+    if is_traced():
+        with DisableTorchFunction():
+            set_random_state_op(*states)
+        return
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.get_device_module(device).set_rng_state(states[1])
+
+
+@contextlib.contextmanager
+def drawing_from(states: list[Tensor], device: str) -> Iterator[None]:
+    """Random numbers are drawn from an earlier random state; afterwards, from the present one."""
+    now = random_state(device)
+    set_random_state(states, device)
+    try:
+        yield
+    finally:
+        set_random_state(now, device)
