@@ -38,7 +38,6 @@ from .arguments import tensors_in
 from .operation import Operation
 from .replay import SILENT_WRITES
 from .signals import ActivationMeta, Storage
-from .state import drawing_from
 
 
 class BlockError(Exception):
@@ -63,21 +62,16 @@ def recompute_from(z: Tensor) -> Tensor:
 
 
 class Recomputed:
-    """A checkpointed function as PyTorch runs it in pass 2: it draws the random numbers of pass 1.
+    """A checkpointed function as PyTorch runs it in pass 2; if it is a `Block`, `separate` changes its arguments."""
 
-    If it is a `Block`, `separate` changes its arguments in a trace.
-    """
-
-    def __init__(self, function: Callable[..., Any], separate: Callable[[Any], Any], rng: list[Tensor], device: str):
+    def __init__(self, function: Callable[..., Any], separate: Callable[[Any], Any]):
         self.function, self.separate, self.is_block = function, separate, False
-        self.rng, self.device = rng, device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_block and is_traced():
             with DisableTorchFunction():
                 args, kwargs = tree_map(self.separate, (args, kwargs))
-        with drawing_from(self.rng, self.device):
-            return self.function(*args, **kwargs)
+        return self.function(*args, **kwargs)
 
 
 @dataclass(slots=True, eq=False)

@@ -190,13 +190,10 @@ class Record(ActivityTracker):
             yield
 
     @contextlib.contextmanager
-    def checkpointing(self, function, args, kwargs, is_whole) -> Iterator[Callable[..., Any]]:
+    def checkpointing(self, function, args, kwargs) -> Iterator[Callable[..., Any]]:
         """Makes one `Block` of the operations of a checkpointed function, if it can be recorded again alone."""
-        rng = random_state(self.device)
-        recomputed = Recomputed(function, self._recomputed_from, rng, self.device)
-        is_nested = self._block is not None
-        if not (is_whole and self.blocks and self.recording and torch.is_grad_enabled()) or is_nested:
-            yield recomputed
+        if not (self.blocks and self.recording and torch.is_grad_enabled()) or self._block is not None:
+            yield function
             return
         values, spec = flatten(args, kwargs)
         active = [(i, self._lookup(z)) for i, z in enumerate(values) if isinstance(z, Tensor) and self.is_active(z)]
@@ -204,6 +201,7 @@ class Record(ActivityTracker):
         values = [v.detach() if isinstance(v, Tensor) and self.is_active(v) else v for v in values]
         before, autocast = len(self.operations), self._autocast()
         self._block = {}
+        recomputed = Recomputed(function, self._recomputed_from)
         try:
             yield recomputed
         finally:
@@ -212,7 +210,7 @@ class Record(ActivityTracker):
         if len(known) == len(active) and can_be_recorded_again(inside, [z for _, z in known]) and not self._aliased:
             weights = [weight for op in inside for weight in op.weights]
             module = self.path[-1] if self.path else ""
-            block = Block(function, values, spec, known, weights, module, autocast, rng, None, inside=inside)
+            block = Block(function, values, spec, known, weights, module, autocast, None, None, inside=inside)
             block.edges = edges
             recomputed.is_block = True
             self._replace(inside, block)

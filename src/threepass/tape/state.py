@@ -8,14 +8,14 @@ taken. So draws of the same number are the same random numbers (`compile/randomn
 import contextlib
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx.node import has_side_effect
 
-from .._torch_compat import DisableTorchFunction, is_dynamo_imported, is_traced, no_dispatch_modes
+from .._torch_compat import DisableTorchFunction, get_proxy_mode, is_dynamo_imported, is_traced, no_dispatch_modes
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -138,19 +138,25 @@ has_side_effect(torch.ops.threepass.random_state.default)
 has_side_effect(torch.ops.threepass.set_random_state.default)
 
 
+def _traced(op: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """Calls an operation that no mode but the tracer is to see: selective checkpoints record the others."""
+    tracer = get_proxy_mode()
+    assert tracer is not None
+    with DisableTorchFunction(), no_dispatch_modes(), tracer:
+        return op(*args)
+
+
 def random_state(device: str) -> list[Tensor]:
     """What `set_random_state` takes: the states of the generators, or in a trace a node."""
     if is_traced():
-        with DisableTorchFunction():
-            return [random_state_op()]
+        return [_traced(random_state_op)]
     states = [torch.get_rng_state()]
     return states if device == "cpu" else [*states, torch.get_device_module(device).get_rng_state()]
 
 
 def set_random_state(states: list[Tensor], device: str) -> None:
     if is_traced():
-        with DisableTorchFunction():
-            set_random_state_op(*states)
+        _traced(set_random_state_op, *states)
         return
     torch.set_rng_state(states[0])
     if len(states) > 1:
