@@ -159,24 +159,27 @@ def seed_draws(graph: Graph) -> bool:
 
 
 def _numbers(graph: Graph) -> dict[Node, int]:
-    """Which of the seeds each node takes; a draw its number, which setting the random state sets back."""
+    """Which of the seeds each node takes; a draw its number, which setting the random state sets back.
+
+    Raises if what runs once more draws other random numbers than it drew at first.
+    """
     numbers: dict[Node, int] = {}
-    states: dict[Any, int] = {}
+    states: dict[Any, tuple[int, bool]] = {}
     first: list[Node] = []  # of each number, the first draw
-    count = 0
+    count, repeats = 0, False
     for node in graph.nodes:
         if node.target is _ours.random_state.default:
-            states[node] = count
+            states[node] = count, repeats
         elif node.target is _ours.set_random_state.default:
-            count = states[node.args[0]]
+            count, repeats = states[node.args[0]]
+            repeats = repeats or count < len(first)
         elif is_random_node(node):
-            if count == len(first):
-                first.append(node)
-            elif _call_of(node) != _call_of(first[count]):
+            if repeats and (count == len(first) or _call_of(node) != _call_of(first[count])):
                 raise CaptureError(
-                    f"a function that runs once more, as an activation checkpoint does, draws {_in_words(node)} where "
-                    f"it drew {_in_words(first[count])} at first. It must draw the same random numbers each time"
+                    f"a function that runs once more, as an activation checkpoint does, draws {_in_words(node)}, which "
+                    "it did not draw at first. It must draw the same random numbers each time"
                 )
+            first += [] if repeats else [node]
             numbers[node] = count
             count += 1
     rounded = [node for node in graph.nodes if node.target in _SEED_OF]
@@ -191,7 +194,7 @@ def _call_of(node: Node) -> Any:
 
 
 def _in_words(node: Node) -> str:
-    return f"{node.target} of shape {tuple(next(iter(tree_leaves(value_of(node)))).shape)}"
+    return f"random numbers by {node.target}, of shape {tuple(tree_leaves(value_of(node))[0].shape)}"
 
 
 def _refuse_unknown(drawn: list[Node]) -> None:

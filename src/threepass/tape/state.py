@@ -79,9 +79,8 @@ def without_garbage_collection() -> Iterator[None]:
 def unchanged_on_error(model: nn.Module, always: bool = False) -> Iterator[None]:
     """Restores buffers and random state if an exception is raised; `always`: in any case."""
     device = next(itertools.chain(model.parameters(), model.buffers())).device.type
-    rng = random_state(device)
     with no_dispatch_modes():  # not traced, and with real contents in a trace on fake tensors
-        buffers = _Buffers(model)
+        rng, buffers = random_state(device), _Buffers(model)
     try:
         yield
     except BaseException:
@@ -89,8 +88,8 @@ def unchanged_on_error(model: nn.Module, always: bool = False) -> Iterator[None]
         raise
     finally:
         if always:
-            set_random_state(rng, device)
             with torch.no_grad(), no_dispatch_modes():
+                set_random_state(rng, device)
                 buffers.restore()
 
 
