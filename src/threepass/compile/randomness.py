@@ -6,7 +6,9 @@ positions in its result, a seed of its own, and nothing else. The same goes for 
 (`numerics/rounding.py`). Plain integer arithmetic is the same in every precision and in every compiler, it is fused
 with what reads it, and a mask need not be kept in memory.
 
-`precision.seed_op` marks the step's seed in a trace; `seed_draws` gives every draw a seed hashed from it.
+`precision.seed_op` marks the step's seed in a trace; `seed_draws` numbers the draws and gives each a seed hashed from
+the step's and its number. Passes that run a function again (a checkpointed block) set the random state back to where
+it began (`tape/state.py`), so that its draws have the same numbers again, and the same masks.
 """
 
 import math
@@ -134,8 +136,8 @@ _MARKS = {_ours.seed.default, _ours.random_state.default, _ours.set_random_state
 def seed_draws(graph: Graph) -> bool:
     """Gives every draw its seed, hashed from the step's; says whether the model or the loss draws any.
 
-    Draws that repeat others take it from a copy of the seeds: a compiler that saw equal arithmetic on one seed could
-    keep the mask from pass 1 on. A graph without a step's seed stays as it is.
+    After the random state was set, draws take it from a copy of the seeds: a compiler that saw equal arithmetic on one
+    seed could keep the mask from pass 1 on. A graph without a step's seed keeps its draws, which must not repeat.
     """
     marks = graph.find_nodes(op="call_function", target=_ours.seed.default)
     numbers, drawn = _numbers(graph), [node for node in graph.nodes if is_random_node(node)]
