@@ -607,11 +607,6 @@ class Reading(nn.Linear):
         return super().forward(x * self.scale.item())
 
 
-class Redrawn(nn.Sequential):
-    def forward(self, x):
-        return self[1](checkpoint(lambda z: F.dropout(self[0](z)), x, use_reentrant=False))
-
-
 class DistributedDataParallel(nn.Sequential):
     """Known by its name: a real one needs a process group."""
 
@@ -621,7 +616,6 @@ class DistributedDataParallel(nn.Sequential):
     [
         (Replacing, "replaces a buffer by another tensor"),
         (Reading, "a value is read out of a tensor"),
-        (lambda: Redrawn(nn.Linear(6, 8), nn.Linear(8, 10)), "an activation checkpoint draws random"),
         (lambda: DistributedDataParallel(nn.Linear(6, 10)), "exchanges gradients between processes"),
     ],
 )

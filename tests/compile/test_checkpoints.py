@@ -15,7 +15,6 @@ from threepass.bench.timing import peak_bytes
 pytestmark = pytest.mark.filterwarnings("ignore::threepass.NormalizationWarning")
 
 CASES = checkpointed_models.ALONE | checkpointed_models.APART
-DRAWS = "dropout"
 
 
 def captured_and_eager(model, x, y, **options):
@@ -33,7 +32,7 @@ def captured_and_eager(model, x, y, **options):
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != DRAWS])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "dropout"])  # those are in test_redrawn.py
 @pytest.mark.parametrize("mode", ["paper", "exact"])
 def test_captured_steps_are_eager_steps(name, mode):
     f, make = CASES[name]
@@ -44,44 +43,40 @@ def test_captured_steps_are_eager_steps(name, mode):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
 
 
-def test_blocks_that_draw_random_numbers_run_eagerly():
-    f, make = CASES[DRAWS]
-    step = threepass.ThreePass(Model(f, make()).double(), F.cross_entropy, compile="trace")
-    with pytest.warns(threepass.UncompiledWarning, match="an activation checkpoint draws random numbers"):
-        step(*batch())
-
-
-def deep_net(checkpointed: bool):
-    """A deep net of blocks with ten activations each: without blocks, memory grows by all of these."""
+def deep_net(checkpointed: bool, dropout: float):
+    """A deep net of blocks with ten activations each: without blocks, memory grows by these, and by the masks."""
     torch.manual_seed(0)
-    make = lambda: nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(32, 32), nn.Tanh())))  # noqa: E731
+    layers = lambda: (nn.Linear(32, 32), nn.Tanh(), *([nn.Dropout(dropout)] if dropout else []))  # noqa: E731
+    make = lambda: nn.Sequential(*(layer for _ in range(5) for layer in layers()))  # noqa: E731
     return Model(plainly, *(make() for _ in range(12)), checkpointed=checkpointed, width=32)
 
 
-def bytes_of_steps(mode, compile):
+def bytes_of_steps(mode, compile, dropout):
     """With checkpoints and without, the size of an activation as unit."""
     x, y = torch.randn(2048, 32), torch.randint(4, (2048,))
     kept = {}
     for checkpointed in (True, False):
-        step = threepass.ThreePass(deep_net(checkpointed), F.cross_entropy, mode=mode, compile=compile)
+        step = threepass.ThreePass(deep_net(checkpointed, dropout), F.cross_entropy, mode=mode, compile=compile)
         step(x, y)  # captures
         step(x, y)
         kept[checkpointed] = peak_bytes(lambda step=step: step(x, y), cuda=False) / x.nbytes
     return kept[True], kept[False]
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize(("mode", "between"), [("paper", 1), ("exact", 2)])
-def test_memory_of_traced_steps_is_that_of_block_boundaries(mode, between):
-    checkpointed, whole = bytes_of_steps(mode, "trace")
+def test_memory_of_traced_steps_is_that_of_block_boundaries(mode, between, dropout):
+    checkpointed, whole = bytes_of_steps(mode, "trace", dropout)
     assert checkpointed < between * 12 + 3 * 10
-    assert whole > 10 * 10
+    assert whole > (20 if dropout else 10) * 10
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize(("mode", "most"), [("paper", 12 + 3 * 10), ("exact", 150)])
-def test_memory_of_compiled_steps(mode, most):
+def test_memory_of_compiled_steps(mode, most, dropout):
     """Inductor runs some operations of exact mode's recomputed blocks earlier than the graph has them."""
-    checkpointed, whole = bytes_of_steps(mode, "require")
+    checkpointed, whole = bytes_of_steps(mode, "require", dropout)
     assert checkpointed < most
     assert whole > 1.2 * checkpointed
 

@@ -14,13 +14,13 @@ from close import assert_close
 
 import threepass
 
-UNCAPTURED = {  # a tensor's value is read, an operation has no shape function, or the same numbers are drawn twice
+UNCAPTURED = {  # a tensor's value is read, an operation has no shape function, or it draws and has no form with a seed
     "control-flow": "is read out of a tensor",
     "positions": "is read out of a tensor",
     "packed-lstm": "is read out of a tensor",
     "batch-norm-1d-plain": "is read out of a tensor",  # momentum=None: the average depends on a counter
     "custom-op": "register_fake",
-    "dropout-2d-alpha": "alpha_dropout draws random numbers",
+    "dropout-2d-alpha": r"draws random numbers by aten\.rrelu",
 }
 
 

@@ -6,7 +6,9 @@ positions in its result, a seed of its own, and nothing else. The same goes for 
 (`numerics/rounding.py`). Plain integer arithmetic is the same in every precision and in every compiler, it is fused
 with what reads it, and a mask need not be kept in memory.
 
-`precision.seed_op` marks the step's seed in a trace; `seed_draws` gives every draw a seed hashed from it.
+`precision.seed_op` marks the step's seed in a trace; `seed_draws` numbers the draws and gives each a seed hashed from
+the step's and its number. Passes that run a function again (a checkpointed block) set the random state back to where
+it began (`tape/state.py`), so that its draws have the same numbers again, and the same masks.
 """
 
 import math
@@ -15,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 from torch.library import custom_op
 
+from .._torch_compat import tree_leaves
 from ..errors import CaptureError
 from ..tape.replay import is_random_node
-from .rewrite.graph import insert_call, replace_call
+from .rewrite.graph import insert_call, replace_call, value_of
 
 _aten, _ours = torch.ops.aten, torch.ops.threepass
 
@@ -125,35 +129,87 @@ _DRAWN: dict[Any, Callable[..., Any]] = {
     _aten.randint.low: _randint,
     _aten.randperm.default: _randperm,
 }
-_SEED_OF = {_ours.mix.default: 3, _ours.round.default: 2}  # the place of the seed among their arguments
+_SEED_OF: dict[Any, int] = {_ours.mix.default: 3, _ours.round.default: 2}  # the place of the seed among their arguments
+_MARKS = {_ours.seed.default, _ours.random_state.default, _ours.set_random_state.default}
 
 
 def seed_draws(graph: Graph) -> bool:
-    """Gives every draw a seed of its own, hashed from the step's; says whether the model or the loss draws any.
+    """Gives every draw its seed, hashed from the step's; says whether the model or the loss draws any.
 
-    A graph without a step's seed stays as it is.
+    After the random state was set, draws take it from a copy of the seeds: a compiler that saw equal arithmetic on one
+    seed could keep the mask from pass 1 on. A graph without a step's seed keeps its draws, which must not repeat.
     """
-    marks = [node for node in graph.nodes if node.target is _ours.seed.default]
-    drawn = [node for node in graph.nodes if is_random_node(node)]
-    if not marks:
-        return bool(drawn)
+    marks = graph.find_nodes(op="call_function", target=_ours.seed.default)
+    numbers, drawn = _numbers(graph), [node for node in graph.nodes if is_random_node(node)]
+    if marks and numbers:
+        _refuse_unknown(drawn)
+        with graph.inserting_before(marks[0]):
+            count = 1 + max(numbers.values())
+            seeds = current = insert_call(graph, _ours.seeds.default, (marks[0].args[0], count))
+        for node in list(graph.nodes):
+            with graph.inserting_before(node):
+                if node.target is _ours.set_random_state.default:
+                    current = insert_call(graph, _ours.recompute_from.default, (seeds,))
+                elif node in numbers:
+                    _give_seed(node, insert_call(graph, _aten.select.int, (current, 0, numbers[node])))
+    elif len(set(numbers.values())) < len(numbers):
+        raise CaptureError("a function that has no seed draws random numbers, and draws the same ones once more")
+    for node in reversed(graph.nodes):
+        if node.target in _MARKS or (node.target is _ours.recompute_from.default and not node.users):
+            graph.erase_node(node)
+    return bool(drawn)
+
+
+def _numbers(graph: Graph) -> dict[Node, int]:
+    """Which of the seeds each node takes; a draw its number, which setting the random state sets back.
+
+    Raises if what runs once more draws other random numbers than it drew at first.
+    """
+    numbers: dict[Node, int] = {}
+    states: dict[Any, tuple[int, bool]] = {}
+    first: list[Node] = []  # of each number, the first draw
+    count, repeats = 0, False
+    for node in graph.nodes:
+        if node.target is _ours.random_state.default:
+            states[node] = count, repeats
+        elif node.target is _ours.set_random_state.default:
+            count, repeats = states[node.args[0]]
+            repeats = repeats or count < len(first)
+        elif is_random_node(node):
+            if repeats and (count == len(first) or _call_of(node) != _call_of(first[count])):
+                raise CaptureError(
+                    f"a function that runs once more, as an activation checkpoint does, draws {_in_words(node)}, which "
+                    "it did not draw at first. It must draw the same random numbers each time"
+                )
+            first += [] if repeats else [node]
+            numbers[node] = count
+            count += 1
+    rounded = [node for node in graph.nodes if node.target in _SEED_OF]
+    return numbers | {node: len(first) + i for i, node in enumerate(rounded)}
+
+
+def _call_of(node: Node) -> Any:
+    """What two draws have in common that draw the same numbers from the same seed."""
+    value = value_of(node)
+    shapes = tuple(z.shape for z in tree_leaves(value))
+    return node.target, map_arg((node.args, node.kwargs), lambda n: None), shapes
+
+
+def _in_words(node: Node) -> str:
+    return f"random numbers by {node.target}, of shape {tuple(tree_leaves(value_of(node))[0].shape)}"
+
+
+def _refuse_unknown(drawn: list[Node]) -> None:
     unknown = sorted({str(node.target) for node in drawn if node.target not in _DRAWN})
     if unknown:
         raise CaptureError(
             f"the step draws random numbers by {', '.join(unknown)}, which a captured program cannot compute from a "
             "seed; draw them outside of the model and the loss, and pass them in x or y"
         )
-    seeded = [*drawn, *(node for node in graph.nodes if node.target in _SEED_OF)]
-    for i, node in enumerate(seeded):
-        if i == 0:
-            with graph.inserting_before(marks[0]):
-                seeds = insert_call(graph, _ours.seeds.default, (marks[0].args[0], len(seeded)))
-        with graph.inserting_before(marks[0]):
-            seed = insert_call(graph, _aten.select.int, (seeds, 0, i))
-        if node.target in _DRAWN:
-            replace_call(node, _DRAWN[node.target], node.args, {**node.kwargs, "seed": seed})
-        else:
-            node.update_arg(_SEED_OF[node.target], seed)
-    for mark in marks:
-        graph.erase_node(mark)
-    return bool(drawn)
+
+
+def _give_seed(node: Node, seed: Node) -> None:
+    if node.target in _DRAWN:
+        replace_call(node, _DRAWN[node.target], node.args, {**node.kwargs, "seed": seed})
+    else:
+        node.update_arg(_SEED_OF[node.target], seed)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import make_fx, make_symbolic_fx
+from ..tape.intercept import intercepting_functions
 from ..tracing import one_node_each, tracing_for
 from . import rewrite
 from .dynamic import SymbolicInputs
@@ -89,7 +90,7 @@ def trace(
     """
 
     def watched(*inputs: Tensor) -> Sequence[Tensor]:
-        with in_trace(), one_node_each(kernels), tracing_for(compiled):
+        with in_trace(), intercepting_functions(), one_node_each(kernels), tracing_for(compiled):
             return fn(*inputs)
 
     began = time.perf_counter()

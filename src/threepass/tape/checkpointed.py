@@ -24,6 +24,7 @@ has several outputs. So are all operations in models that are sharded by `fully_
 
 In a trace, the arguments and the error that a block is recomputed from are nodes of their own (`recompute_from`): a
 compiler that saw the same operations on the same tensors would compute them once, and keep the results from pass 1 on.
+Random numbers that a block draws are the same in every pass: `intercept.py` gives it a function that draws them again.
 """
 
 from collections.abc import Callable, Container, Iterable

@@ -1,8 +1,8 @@
 """Operations with dropout inside, in a captured step: attention and recurrent layers as the operations they consist of.
 
-Such an operation draws its mask itself, and pass 3 could not get the same one: restoring a generator's state cannot be
-traced. Written out, the mask is that of an ordinary dropout, which the tape keeps. The gradients are those of the fused
-operation with that mask, in both modes.
+Such an operation draws its mask itself, inside its kernel, where it cannot be computed from a seed
+(`compile/randomness.py`). Written out, the mask is that of an ordinary dropout, which the tape keeps. The gradients are
+those of the fused operation with that mask, in both modes.
 """
 
 from collections.abc import Callable, Mapping, Sequence

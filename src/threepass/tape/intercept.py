@@ -42,6 +42,7 @@ from ..rules import sync_batch_norm
 from ..rules.affine import has_uneven_rows, linear_by_rows
 from ..rules.product import einsum_in_pairs
 from .arguments import flatten, tensors_in, unflatten
+from .state import drawing_from, random_state
 
 DROPOUT = {torch.dropout: torch.mul, torch.dropout_: Tensor.mul_,
            torch.feature_dropout: torch.mul, torch.feature_dropout_: Tensor.mul_}  # fmt: skip
@@ -52,6 +53,8 @@ class FunctionInterceptor(TorchFunctionMode):
 
     Of functions of `torch.nn.functional` it gets the calls inside.
     """
+
+    device = "cpu"
 
     def checkpointing(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -121,12 +124,28 @@ def _intercepted_apply(cls, *args, **kwargs):
 def _intercepted_checkpoint(*arguments, **kwargs):
     options = dict(zip(_checkpoint_options, arguments, strict=False))
     args, modes = arguments[len(options) :], _interceptors()
-    is_whole = options["context_fn"] is noop_context_fn  # not a checkpoint that keeps some of the activations
-    if not (modes and is_whole):
+    if not (modes or is_traced()):
         yield from checkpoint_generator(*arguments, **kwargs)
         return
-    with modes[-1].checkpointing(options["fn"], args, kwargs) as recomputed:
+    function = _drawing_alike(options["fn"], modes[-1].device if modes else "cpu")  # a trace has one state for all
+    is_whole = options["context_fn"] is noop_context_fn  # not a checkpoint that keeps some of the activations
+    whole = modes[-1].checkpointing(function, args, kwargs) if modes and is_whole else contextlib.nullcontext(function)
+    with whole as recomputed:
         yield from checkpoint_generator(recomputed, *arguments[1:], **kwargs)
+
+
+def _drawing_alike(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """The function with the random numbers that it draws if it is called now, whenever it is called.
+
+    PyTorch restores the generators too, but not in a trace, and not with `preserve_rng_state=False`.
+    """
+    state = random_state(device)
+
+    def alike(*args: Any, **kwargs: Any) -> Any:
+        with drawing_from(state, device):
+            return function(*args, **kwargs)
+
+    return alike
 
 
 def _is_overridden(check: Callable[..., bool], *args: Any) -> bool:

@@ -32,7 +32,6 @@ from .._torch_compat import (
     gradient_edge,
     has_saved_tensor_hooks,
     innermost_transform,
-    is_traced,
 )
 from ..errors import CaptureError, Place, first_line_of
 from ..numerics.precision import HALF
@@ -52,7 +51,7 @@ from .checkpointed import (
 from .inner_dropout import body_in_trace
 from .intercept import REPLACED, intercepting_functions, with_separate_histories
 from .operation import Operation, results_of, without_contents
-from .replay import as_recorded, is_random, refusing_random_numbers_in_trace
+from .replay import as_recorded, is_random
 from .signals import ActivationMeta, Signals
 from .state import random_state
 from .traits import traits_of
@@ -189,7 +188,6 @@ class Record(ActivityTracker):
         self.recording = False
         with contextlib.ExitStack() as stack:
             if self.checkpointed:
-                stack.enter_context(refusing_random_numbers_in_trace("an activation checkpoint"))
                 stack.enter_context(intercepting_functions())
                 stack.enter_context(self)
             yield
@@ -204,7 +202,6 @@ class Record(ActivityTracker):
         active = [(i, self._lookup(z)) for i, z in enumerate(values) if isinstance(z, Tensor) and self.is_active(z)]
         known = [(i, z) for i, z in active if z is not None]
         values = [v.detach() if isinstance(v, Tensor) and self.is_active(v) else v for v in values]
-        rng = None if is_traced() else random_state(self.device)  # in a trace, a block that draws numbers is refused
         before, autocast = len(self.operations), self._autocast()
         self._block = {}
         recomputed = Recomputed(function, self._recomputed_from)
@@ -216,7 +213,7 @@ class Record(ActivityTracker):
         if len(known) == len(active) and can_be_recorded_again(inside, [z for _, z in known]) and not self._aliased:
             weights = [weight for op in inside for weight in op.weights]
             module = self.path[-1] if self.path else ""
-            block = Block(function, values, spec, known, weights, module, autocast, rng, None, inside=inside)
+            block = Block(function, values, spec, known, weights, module, autocast, None, None, inside=inside)
             block.edges = edges
             recomputed.is_block = True
             self._replace(inside, block)

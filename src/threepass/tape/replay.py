@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .._torch_compat import arguments_of, get_proxy_mode, set_mkldnn_enabled
-from ..errors import CaptureError
-from ..rules.table import name_of
+from .._torch_compat import arguments_of, set_mkldnn_enabled
 from .inner_dropout import ATTENTION, RECURRENT
-from .state import random_state, set_random_state
+from .state import drawing_from
 from .traits import Traits
 
 # By cuDNN and oneDNN; PyTorch's own kernels can be differentiated twice.
@@ -25,26 +23,6 @@ def is_random(func: Callable[..., Any], traits: Traits, values: list[Any]) -> bo
     if func is ATTENTION:
         return any(isinstance(v, float) and v > 0 for v in values)
     return traits.is_random
-
-
-@contextlib.contextmanager
-def refusing_random_numbers_in_trace(what: str) -> Iterator[None]:
-    """Raises `CaptureError` if random numbers are drawn in a trace: restoring the random state cannot be traced."""
-    mode = get_proxy_mode()
-    if mode is None:
-        yield
-        return
-    before = _draws(mode)
-    yield
-    if _draws(mode) != before:
-        raise CaptureError(
-            f"{what} draws random numbers, and a later pass has to draw the same ones. That requires restoring the RNG "
-            "state, which cannot be captured"
-        )
-
-
-def _draws(mode: Any) -> int:
-    return sum(map(is_random_node, mode.tracer.graph.nodes))
 
 
 def is_random_node(node: Any) -> bool:
@@ -78,10 +56,7 @@ def as_recorded(
         if enabled or torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
         if rng is not None:
-            now = random_state(device)
-            stack.callback(set_random_state, now, device)
-            set_random_state(rng, device)
-            stack.enter_context(refusing_random_numbers_in_trace(name_of(func)))
+            stack.enter_context(drawing_from(rng, device))
         if func is ATTENTION:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if func in _ONCE_DIFFERENTIABLE:

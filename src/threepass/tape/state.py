@@ -1,15 +1,21 @@
-"""State that a step sets or restores: autograd's switches, buffers and random state."""
+"""State that a step sets or restores: autograd's switches, buffers and random state.
+
+In a trace the random state is a node, and so is setting it: generators cannot be read or set there. In the graph a draw
+is identified by its number, that of the draws before it, and setting the state counts on from where the state was
+taken. So draws of the same number are the same random numbers (`compile/randomness.py`).
+"""
 
 import contextlib
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.node import has_side_effect
 
-from .._torch_compat import is_dynamo_imported, no_dispatch_modes
+from .._torch_compat import DisableTorchFunction, get_proxy_mode, is_dynamo_imported, is_traced, no_dispatch_modes
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -73,9 +79,8 @@ def without_garbage_collection() -> Iterator[None]:
 def unchanged_on_error(model: nn.Module, always: bool = False) -> Iterator[None]:
     """Restores buffers and random state if an exception is raised; `always`: in any case."""
     device = next(itertools.chain(model.parameters(), model.buffers())).device.type
-    rng = random_state(device)
     with no_dispatch_modes():  # not traced, and with real contents in a trace on fake tensors
-        buffers = _Buffers(model)
+        rng, buffers = random_state(device), _Buffers(model)
     try:
         yield
     except BaseException:
@@ -83,8 +88,8 @@ def unchanged_on_error(model: nn.Module, always: bool = False) -> Iterator[None]
         raise
     finally:
         if always:
-            set_random_state(rng, device)
             with torch.no_grad(), no_dispatch_modes():
+                set_random_state(rng, device)
                 buffers.restore()
 
 
@@ -114,12 +119,55 @@ class _Buffers:
                     buffer.copy_(contents)
 
 
+@torch.library.custom_op("threepass::random_state", mutates_args=())
+def random_state_op() -> Tensor:
+    """Stands for the random state at its place in a trace."""
+    return torch.zeros(())
+
+
+@torch.library.custom_op("threepass::set_random_state", mutates_args=())
+def set_random_state_op(state: Tensor) -> Tensor:
+    """In a trace, sets the random state to one that `random_state_op` stands for."""
+    return state.clone()
+
+
+random_state_op.register_fake(lambda: torch.zeros(()))
+set_random_state_op.register_fake(torch.empty_like)
+has_side_effect(torch.ops.threepass.random_state.default)
+has_side_effect(torch.ops.threepass.set_random_state.default)
+
+
+def _traced(op: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """Calls an operation that no mode but the tracer is to see: selective checkpoints record the others."""
+    tracer = get_proxy_mode()
+    assert tracer is not None
+    with DisableTorchFunction(), no_dispatch_modes(), tracer:
+        return op(*args)
+
+
 def random_state(device: str) -> list[Tensor]:
+    """What `set_random_state` takes: the states of the generators, or in a trace a node."""
+    if is_traced():
+        return [_traced(random_state_op)]
     states = [torch.get_rng_state()]
     return states if device == "cpu" else [*states, torch.get_device_module(device).get_rng_state()]
 
 
 def set_random_state(states: list[Tensor], device: str) -> None:
+    if is_traced():
+        _traced(set_random_state_op, *states)
+        return
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.get_device_module(device).set_rng_state(states[1])
+
+
+@contextlib.contextmanager
+def drawing_from(states: list[Tensor], device: str) -> Iterator[None]:
+    """Random numbers are drawn from an earlier random state; afterwards, from the present one."""
+    now = random_state(device)
+    set_random_state(states, device)
+    try:
+        yield
+    finally:
+        set_random_state(now, device)
