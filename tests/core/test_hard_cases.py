@@ -332,6 +332,21 @@ def test_weights_that_depend_on_the_metadata_of_activations(layer):
     check(lambda s, x: s.head(layer(s.w, s.a(x).tanh())), (4, 6), w=draw(6), **LINEAR)
 
 
+def test_a_model_that_sets_requires_grad_of_its_input():
+    """As wav2vec2's feature encoder does in training, for activation checkpoints."""
+
+    def forward(s, x):
+        x.requires_grad = True
+        return s.head(torch.tanh(s.a(x)))
+
+    torch.manual_seed(0)
+    model, x = Net(forward, **LINEAR), draw(4, 6)
+    got = threepass.three_pass(model, F.cross_entropy, x, Y, mode="exact").grads
+    assert not x.requires_grad
+    model.f = lambda s, x: s.head(torch.tanh(s.a(x)))
+    assert_close(got, threepass.three_pass(model, F.cross_entropy, x, Y, mode="exact").grads, 1e-14)
+
+
 @pytest.mark.parametrize(
     "part",
     [

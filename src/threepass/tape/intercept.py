@@ -195,12 +195,19 @@ def transposed_as_rows(func, values, spec):
     return (linear_by_rows, values, spec) if fits else None
 
 
+def flag_is_set_already(func, values, spec):
+    """`z.requires_grad = True` of an activation, which the setter refuses: the input itself, a leaf, would take it."""
+    z, value = values
+    return (Tensor.requires_grad.__get__, *flatten((z,), {})) if value is True else None
+
+
 # the call to make in place of another: its function, its flat arguments and their shape; None: the call itself
 REPLACED: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.linear: transposed_as_rows,
     **dict.fromkeys(DROPOUT, dropout_as_product),
     leaky_relu: negative_slope_as_weight,
     Tensor.__getitem__: rows_as_index_select,
+    Tensor.requires_grad.__set__: flag_is_set_already,
 }
 
 
