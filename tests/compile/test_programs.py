@@ -246,8 +246,27 @@ class OtherwiseCompiled(nn.Linear):
         return torch.vmap(run)(x).relu() if torch.compiler.is_compiling() else run(x).relu()
 
 
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+def test_code_for_compilers_that_is_not_supported_is_replaced_by_that_of_eager_steps(mode, recwarn):
+    torch.manual_seed(0)
+    model = nn.Sequential(OtherwiseCompiled(6, 5), nn.Linear(5, 3)).double()
+    x, y = torch.randn(4, 6).double(), torch.randint(3, (4,))
+    expected = threepass.three_pass(model, F.cross_entropy, x, y, strength=0.3, mode=mode).grads
+    step = threepass.ThreePass(model, F.cross_entropy, strength=0.3, mode=mode, compile="trace")
+    assert_close(step(x, y).grads, expected, 1e-12)
+    assert len(step.compiled.programs) == 1
+    assert not recwarn
+
+
+class ReadsValues(OtherwiseCompiled):
+    """Where it is not compiled, it can be captured even less."""
+
+    def forward(self, x):
+        return super().forward(x) if torch.compiler.is_compiling() or x.mean() < 9 else x
+
+
 def test_operations_that_only_the_trace_does_not_support_are_named():
-    step = threepass.ThreePass(nn.Sequential(OtherwiseCompiled(6, 3)), F.cross_entropy, strength=0.3, compile="trace")
+    step = threepass.ThreePass(nn.Sequential(ReadsValues(6, 3)), F.cross_entropy, strength=0.3, compile="trace")
     with pytest.warns(threepass.UncompiledWarning, match=r"1 operation\(s\) of this model, the first in .*vmap"):
         step(torch.randn(4, 6), torch.randint(3, (4,)))
 

@@ -90,13 +90,15 @@ def _has_unknown_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 @contextlib.contextmanager
-def in_trace() -> Iterator[None]:
-    """Around the code that is traced: `is_compiling()` is true, reading tensors is refused, errors name its line.
+def in_trace(is_compiling: bool = True) -> Iterator[None]:
+    """Around the code that is traced: reading tensors is refused, and errors name its line.
+
+    is_compiling: what the code is told by `torch.compiler.is_compiling()`.
 
     An error with a line of the user's in its traceback becomes a `CaptureError`; others stay as they are.
     """
     try:
-        with reporting_compilation(), _Functions(), _Operations():
+        with reporting_compilation(is_compiling), _Functions(), _Operations():
             yield
     except torch.OutOfMemoryError:
         raise

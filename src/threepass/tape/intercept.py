@@ -233,8 +233,8 @@ def _without_checks(func: types.FunctionType) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def reporting_compilation() -> Iterator[None]:
-    """`torch.compiler.is_compiling()` returns True, and contents of tensors are not validated.
+def reporting_compilation(answer: bool = True) -> Iterator[None]:
+    """`torch.compiler.is_compiling()` returns the answer, and contents of tensors are not validated.
 
     Libraries check it before they read a mask's values. torch checks it where the results of a step do not depend on
     it: modules do not call `always_call` hooks on exceptions, transformer layers do not look for padding in a mask. As
@@ -246,7 +246,7 @@ def reporting_compilation() -> Iterator[None]:
         _traces += 1
         if _traces == 1:
             _switches = trace_switches()
-            set_trace_switches(True, False, lambda error_type, cond, message=None: None)
+            set_trace_switches(answer, False, lambda error_type, cond, message=None: None)
     try:
         yield
     finally:
