@@ -258,6 +258,49 @@ def test_code_for_compilers_that_is_not_supported_is_replaced_by_that_of_eager_s
     assert not recwarn
 
 
+class Checked(nn.Linear):
+    """Reads values where it is not compiled, as transformers does with masks."""
+
+    def forward(self, x):
+        return super().forward(x) if torch.compiler.is_compiling() or x.isfinite().all() else x
+
+
+def test_other_modules_keep_their_code_for_compilers():
+    torch.manual_seed(0)
+    model = nn.Sequential(Checked(6, 6), OtherwiseCompiled(6, 5), Checked(5, 3))
+    step = threepass.ThreePass(model, F.cross_entropy, strength=0.3, compile="trace")
+    step(torch.randn(4, 6), torch.randint(3, (4,)))
+    assert len(step.compiled.programs) == 1
+
+
+class Experts(nn.Module):
+    """Each row times the matrix of its expert, as mixtures of experts of transformers compute it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.weights = nn.Linear(8, 3), nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x):
+        scores, experts = self.gate(x).softmax(1).max(1)
+        order = experts.argsort()
+        ends = F.one_hot(experts, 3).sum(0).cumsum(0).to(torch.int32)
+        rows = F.grouped_mm(x[order], self.weights, offs=ends)
+        return torch.zeros_like(rows).index_copy(0, order, rows) * scores[:, None]
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+def test_grouped_products_are_captured(mode):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Experts(), nn.Tanh(), nn.Linear(8, 3))
+    step = threepass.ThreePass(model, F.cross_entropy, strength=0.3, mode=mode, compile="trace")
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        x, y = torch.randn(16, 6), torch.randint(3, (16,))
+        expected = threepass.three_pass(model, F.cross_entropy, x, y, strength=0.3, mode=mode).grads
+        assert_close(step(x, y).grads, expected, 1e-5)
+    assert len(step.compiled.programs) == 1
+
+
 class ReadsValues(OtherwiseCompiled):
     """Where it is not compiled, it can be captured even less."""
 

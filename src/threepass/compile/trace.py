@@ -89,9 +89,9 @@ def trace(
     False: the graph is for running operation by operation, with the kernels of an eager step.
     """
 
-    def recorded(is_compiling: bool) -> GraphModule:
+    def recorded(eager_modules: frozenset[str]) -> GraphModule:
         def watched(*inputs: Tensor) -> Sequence[Tensor]:
-            with in_trace(is_compiling), one_node_each(kernels), tracing_for(compiled):
+            with in_trace(eager_modules), one_node_each(kernels), tracing_for(compiled):
                 return fn(*inputs)
 
         return (make_fx if symbolic is None else make_symbolic_fx)(watched)(*inputs)
@@ -127,17 +127,17 @@ def trace(
     return program
 
 
-def _with_eager_code(recorded: Callable[[bool], GraphModule]) -> GraphModule:
-    """The trace of the code for compilers, or of that for eager steps if the former has no second derivatives.
+def _with_eager_code(recorded: Callable[[frozenset[str]], GraphModule]) -> GraphModule:
+    """The trace of the model's code for compilers; of a module where that is not supported, of its eager code.
 
     Libraries run other operations if `is_compiling()` is true, such as scans and custom operations (Mamba and mixtures
     of experts of transformers).
     """
     try:
-        return recorded(True)
+        return recorded(frozenset())
     except UnsupportedError as error:
         try:
-            return recorded(False)
+            return recorded(frozenset(place.module for place in error.places))
         except (CaptureError, UnsupportedError):
             raise error from None
 
