@@ -258,6 +258,21 @@ def test_code_for_compilers_that_is_not_supported_is_replaced_by_that_of_eager_s
     assert not recwarn
 
 
+def test_gradient_steps_replace_code_for_compilers_too(recwarn):
+    torch.manual_seed(0)
+    model = nn.Sequential(OtherwiseCompiled(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    x = torch.randn(4, 6).double()
+
+    def loss_fn(output, g, y):
+        return g.square().mean() + output.square().mean()
+
+    expected = threepass.gradient_step(model, loss_fn, x).grads
+    step = threepass.GradientStep(model, loss_fn, compile="trace")
+    assert_close(step(x).grads, expected, 1e-12)
+    assert len(step.compiled.programs) == 1
+    assert not recwarn
+
+
 class Checked(nn.Linear):
     """Reads values where it is not compiled, as transformers does with masks."""
 
