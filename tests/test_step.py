@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import threepass
-from threepass.errors import AccumulationWarning, BatchDimensionWarning, LossReductionWarning, MaskWarning
+from threepass.errors import AccumulationWarning, BatchDimensionWarning, LabelWarning, LossReductionWarning, MaskWarning
 from threepass.step import _log_default_alpha
 
 
@@ -229,6 +229,20 @@ def test_a_floating_point_mask_is_no_input(form):
     threepass.ThreePass(Masked(), F.cross_entropy, input_at="embedding")(x, y)
     threepass.ThreePass(Masked(), F.cross_entropy)((ids, torch.rand(5, 6)), y)
     threepass.ThreePass(Masked(), F.cross_entropy)(UserDict(ids=ids, mask=mask.long()), y)
+
+
+class OwnLoss(Masked):
+    def forward(self, ids, labels):
+        return {"loss": F.mse_loss(self.head(self.embedding(ids).mean(1)), labels)}
+
+
+@pytest.mark.parametrize("labels", [torch.rand(5, 3), torch.eye(5, 3)], ids=["numbers", "one hot"])
+def test_floating_point_labels_are_no_input(labels, recwarn):
+    x = {"ids": torch.randint(0, 9, (5, 6)), "labels": labels}
+    with pytest.warns(LabelWarning, match=r"x\['labels'\] contains floating-point labels.*input_at=\"embeddings\""):
+        threepass.ThreePass(OwnLoss(), None)(x)
+    threepass.ThreePass(OwnLoss(), None, input_at="embedding")(x)
+    assert not recwarn
 
 
 def test_a_model_of_torch_compile_is_said():

@@ -89,6 +89,7 @@ __all__ = [
     "function_modes_enabled",
     "get_proxy_mode",
     "gradient_edge",
+    "grouped_mm",
     "has_dispatch_modes",
     "has_gradient_hooks",
     "has_saved_tensor_hooks",
@@ -112,6 +113,7 @@ __all__ = [
     "python_function_of",
     "safe_softmax",
     "set_checkpoint_generator",
+    "set_compiling",
     "set_mkldnn_enabled",
     "set_trace_switches",
     "silu",
@@ -186,6 +188,9 @@ to_copy = torch.ops.aten._to_copy
 unsafe_view = torch.ops.aten._unsafe_view
 unsafe_index = torch.ops.aten._unsafe_index
 unsafe_index_put = torch.ops.aten._unsafe_index_put
+
+# seen in 2.13: what `torch.nn.functional.grouped_mm` is in a graph
+grouped_mm = torch.ops.aten._grouped_mm.default
 
 # seen in 2.10 to 2.13: operations that read the contents of a tensor: `item`; whether a mask is aligned to the left
 local_scalar_dense = torch.ops.aten._local_scalar_dense
@@ -342,6 +347,13 @@ def set_trace_switches(compiling: bool, validate: bool, check: Any) -> None:
     torch.compiler._is_compiling_flag = compiling
     Distribution._validate_args = validate
     torch._check_tensor_all_with = check
+
+
+def set_compiling(compiling: bool) -> bool:
+    """Sets what `torch.compiler.is_compiling` returns; gives what it returned before. Seen in 2.10 to 2.13."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = compiling
+    return before
 
 
 def python_function_of(scripted: Any) -> Callable[..., Any] | None:

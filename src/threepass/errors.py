@@ -99,6 +99,10 @@ class MaskWarning(UserWarning):
     """A floating-point mask counts as the input of a token model."""
 
 
+class LabelWarning(UserWarning):
+    """Floating-point labels in x count as the input."""
+
+
 class UncompiledWarning(UserWarning):
     """`compile=True` could not capture a step, which therefore runs eagerly."""
 

@@ -20,6 +20,7 @@ from .core.gradient_loss import GradientOptions, GradientResult, check_loss_fn
 from .core.misuse import (
     AccumulationWatch,
     BackwardWatch,
+    warn_of_labels,
     warn_of_masks,
     warn_of_samples_along_dimension_1,
     warn_of_sum,
@@ -280,7 +281,7 @@ class ThreePass(_TrainingStep):
         return loss
 
     def _look_at_first(self, x: Any, y: Any, r: Result, options: Options) -> None:
-        """Warns, after the first call, of a summed loss, of samples that are not first, and of masks as the input."""
+        """Warns, after the first call, of a summed loss, samples that are not first, masks or labels as the input."""
         if not self._is_first:
             return
         self._is_first = False
@@ -288,6 +289,7 @@ class ThreePass(_TrainingStep):
         warn_of_samples_along_dimension_1(self.model, x, y)
         if options.input_at is None and options.wrt is None:
             warn_of_masks(self.model, x)
+            warn_of_labels(self.model, x)
 
     def _options(self) -> tuple[Options, bool]:
         """The options of the next call, and whether it runs the third pass."""

@@ -246,8 +246,85 @@ class OtherwiseCompiled(nn.Linear):
         return torch.vmap(run)(x).relu() if torch.compiler.is_compiling() else run(x).relu()
 
 
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+def test_code_for_compilers_that_is_not_supported_is_replaced_by_that_of_eager_steps(mode, recwarn):
+    torch.manual_seed(0)
+    model = nn.Sequential(OtherwiseCompiled(6, 5), nn.Linear(5, 3)).double()
+    x, y = torch.randn(4, 6).double(), torch.randint(3, (4,))
+    expected = threepass.three_pass(model, F.cross_entropy, x, y, strength=0.3, mode=mode).grads
+    step = threepass.ThreePass(model, F.cross_entropy, strength=0.3, mode=mode, compile="trace")
+    assert_close(step(x, y).grads, expected, 1e-12)
+    assert len(step.compiled.programs) == 1
+    assert not recwarn
+
+
+def test_gradient_steps_replace_code_for_compilers_too(recwarn):
+    torch.manual_seed(0)
+    model = nn.Sequential(OtherwiseCompiled(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    x = torch.randn(4, 6).double()
+
+    def loss_fn(output, g, y):
+        return g.square().mean() + output.square().mean()
+
+    expected = threepass.gradient_step(model, loss_fn, x).grads
+    step = threepass.GradientStep(model, loss_fn, compile="trace")
+    assert_close(step(x).grads, expected, 1e-12)
+    assert len(step.compiled.programs) == 1
+    assert not recwarn
+
+
+class Checked(nn.Linear):
+    """Reads values where it is not compiled, as transformers does with masks."""
+
+    def forward(self, x):
+        return super().forward(x) if torch.compiler.is_compiling() or x.isfinite().all() else x
+
+
+def test_other_modules_keep_their_code_for_compilers():
+    torch.manual_seed(0)
+    model = nn.Sequential(Checked(6, 6), OtherwiseCompiled(6, 5), Checked(5, 3))
+    step = threepass.ThreePass(model, F.cross_entropy, strength=0.3, compile="trace")
+    step(torch.randn(4, 6), torch.randint(3, (4,)))
+    assert len(step.compiled.programs) == 1
+
+
+class Experts(nn.Module):
+    """Each row times the matrix of its expert, as mixtures of experts of transformers compute it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.weights = nn.Linear(8, 3), nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x):
+        scores, experts = self.gate(x).softmax(1).max(1)
+        order = experts.argsort()
+        ends = F.one_hot(experts, 3).sum(0).cumsum(0).to(torch.int32)
+        rows = F.grouped_mm(x[order], self.weights, offs=ends)
+        return torch.zeros_like(rows).index_copy(0, order, rows) * scores[:, None]
+
+
+@pytest.mark.parametrize("mode", ["paper", "exact"])
+def test_grouped_products_are_captured(mode):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Experts(), nn.Tanh(), nn.Linear(8, 3))
+    step = threepass.ThreePass(model, F.cross_entropy, strength=0.3, mode=mode, compile="trace")
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        x, y = torch.randn(16, 6), torch.randint(3, (16,))
+        expected = threepass.three_pass(model, F.cross_entropy, x, y, strength=0.3, mode=mode).grads
+        assert_close(step(x, y).grads, expected, 1e-5)
+    assert len(step.compiled.programs) == 1
+
+
+class ReadsValues(OtherwiseCompiled):
+    """Where it is not compiled, it can be captured even less."""
+
+    def forward(self, x):
+        return super().forward(x) if torch.compiler.is_compiling() or x.mean() < 9 else x
+
+
 def test_operations_that_only_the_trace_does_not_support_are_named():
-    step = threepass.ThreePass(nn.Sequential(OtherwiseCompiled(6, 3)), F.cross_entropy, strength=0.3, compile="trace")
+    step = threepass.ThreePass(nn.Sequential(ReadsValues(6, 3)), F.cross_entropy, strength=0.3, compile="trace")
     with pytest.warns(threepass.UncompiledWarning, match=r"1 operation\(s\) of this model, the first in .*vmap"):
         step(torch.randn(4, 6), torch.randint(3, (4,)))
 

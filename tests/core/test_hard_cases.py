@@ -10,6 +10,7 @@ import torch
 from close import assert_close, plain_grads
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import threepass
 
@@ -312,6 +313,38 @@ def test_state_carried_from_call_to_call():
 )
 def test_weights_that_are_computed_where_no_mode_sees_it(weight):
     check(lambda s, x: s.head(torch.tanh(s.a(x)) * weight(s.w)), (4, 6), w=draw(6), **LINEAR)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda w, a: a * w.type_as(a),
+        lambda w, a: a * w.to(a),
+        lambda w, a: a * w.to(torch.complex128).real.type_as(a),
+        lambda w, a: a + w.expand_as(a),
+        lambda w, a: a * w.expand(4, 6).mT.view_as(a.mT).mT,
+        lambda w, a: torch.mul(*torch.broadcast_tensors(w, a)),
+        lambda w, a: a * checkpoint(lambda a: a * w.type_as(a), a, use_reentrant=False),
+    ],
+    ids=["type_as", "to", "another dtype", "expand_as", "view_as", "one of several results", "in a checkpoint"],
+)
+def test_weights_that_depend_on_the_metadata_of_activations(layer):
+    check(lambda s, x: s.head(layer(s.w, s.a(x).tanh())), (4, 6), w=draw(6), **LINEAR)
+
+
+def test_a_model_that_sets_requires_grad_of_its_input():
+    """As wav2vec2's feature encoder does in training, for activation checkpoints."""
+
+    def forward(s, x):
+        x.requires_grad = True
+        return s.head(torch.tanh(s.a(x)))
+
+    torch.manual_seed(0)
+    model, x = Net(forward, **LINEAR), draw(4, 6)
+    got = threepass.three_pass(model, F.cross_entropy, x, Y, mode="exact").grads
+    assert not x.requires_grad
+    model.f = lambda s, x: s.head(torch.tanh(s.a(x)))
+    assert_close(got, threepass.three_pass(model, F.cross_entropy, x, Y, mode="exact").grads, 1e-14)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import FakeTensor, batch_norm_legit, make_fx, to_copy
+from .grouped import declare_grouped_products
 from .rewrite.graph import value_of
 from .rewrite.strides import reshape_instead_of_view
 
@@ -27,6 +28,7 @@ def functional(graph: GraphModule, inputs: Sequence[Tensor]) -> GraphModule:
     """
     declare_statistics(graph.graph)
     widen_group_norms(graph.graph)
+    declare_grouped_products(graph.graph)
     reshape_instead_of_view(graph.graph)  # fake tensors may have other strides than the traced ones had
     graph.graph.eliminate_dead_code()
     graph.recompile()

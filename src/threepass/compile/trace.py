@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import make_fx, make_symbolic_fx
+from ..errors import CaptureError, UnsupportedError
 from ..tape.intercept import intercepting_functions
 from ..tracing import one_node_each, tracing_for
 from . import rewrite
@@ -89,16 +90,16 @@ def trace(
     False: the graph is for running operation by operation, with the kernels of an eager step.
     """
 
-    def watched(*inputs: Tensor) -> Sequence[Tensor]:
-        with in_trace(), intercepting_functions(), one_node_each(kernels), tracing_for(compiled):
-            return fn(*inputs)
+    def recorded(eager_modules: frozenset[str]) -> GraphModule:
+        def watched(*inputs: Tensor) -> Sequence[Tensor]:
+            with in_trace(eager_modules), intercepting_functions(), one_node_each(kernels), tracing_for(compiled):
+                return fn(*inputs)
+
+        return (make_fx if symbolic is None else make_symbolic_fx)(watched)(*inputs)
 
     began = time.perf_counter()
-    if symbolic is None:
-        graph = make_fx(watched)(*inputs)
-    else:
-        inputs = symbolic.inputs
-        graph = make_symbolic_fx(watched)(*inputs)
+    inputs = inputs if symbolic is None else symbolic.inputs
+    graph = _with_eager_code(recorded)
     for node in list(graph.graph.nodes):
         if node.target in _VIEWS:
             node.replace_all_uses_with(node.args[0])
@@ -125,6 +126,21 @@ def trace(
     program = Program(graph, plain, state, draws, symbolic)
     program.trace_seconds, program.rewrite_seconds = traced - began, time.perf_counter() - traced
     return program
+
+
+def _with_eager_code(recorded: Callable[[frozenset[str]], GraphModule]) -> GraphModule:
+    """The trace of the model's code for compilers; of a module where that is not supported, of its eager code.
+
+    Libraries run other operations if `is_compiling()` is true, such as scans and custom operations (Mamba and mixtures
+    of experts of transformers).
+    """
+    try:
+        return recorded(frozenset())
+    except UnsupportedError as error:
+        try:
+            return recorded(frozenset(place.module for place in error.places))
+        except (CaptureError, UnsupportedError):
+            raise error from None
 
 
 def _lift(graph: GraphModule) -> list[Tensor]:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from .._torch_compat import TorchDispatchMode, local_scalar_dense, nested_from_mask, tree_leaves, unsafe_index
 from ..errors import CaptureError
 from ..rules.table import name_of
-from ..tape.intercept import reporting_compilation
+from ..tape.intercept import reporting_compilation, running_eager_code_in
 
 _KEEP = "use torch.where instead of a branch and tensor indices instead of .item()"
 _SHAPE = "use torch.where, masked_fill or a product with the mask instead of indexing by it"
@@ -90,13 +90,15 @@ def _has_unknown_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 @contextlib.contextmanager
-def in_trace() -> Iterator[None]:
+def in_trace(eager_modules: frozenset[str] = frozenset()) -> Iterator[None]:
     """Around the code that is traced: `is_compiling()` is true, reading tensors is refused, errors name its line.
+
+    eager_modules: the modules of the model in which `is_compiling()` is false.
 
     An error with a line of the user's in its traceback becomes a `CaptureError`; others stay as they are.
     """
     try:
-        with reporting_compilation(), _Functions(), _Operations():
+        with reporting_compilation(), running_eager_code_in(eager_modules), _Functions(), _Operations():
             yield
     except torch.OutOfMemoryError:
         raise

@@ -22,7 +22,7 @@ from ..errors import UnsupportedError
 from ..numerics.precision import accumulate_dtype, initial_tangents, seed_op
 from ..tape.checkpointed import BlockError
 from ..tape.inputs import call_model, is_float, module_output_as_input, tracking_module_paths
-from ..tape.intercept import intercepting_functions
+from ..tape.intercept import eager_code, intercepting_functions
 from ..tape.operation import Operation
 from ..tape.record import Record
 from ..tape.signals import ActivationMeta
@@ -177,7 +177,7 @@ def _three_passes(request: _Request, module_paths: bool, blocks: bool) -> Result
     samples = check_x(request.task.x, options)
     inputs = without_other_leaves(request.task.x, options.wrt, parameters)
     request = request._replace(task=request.task._replace(x=inputs))
-    with autograd_enabled(), unchanged_on_error(model):
+    with autograd_enabled(), unchanged_on_error(model), eager_code(model):
         # Pass 1: l = loss(w(x), y). The tape records every operation that depends on the input. The options and the
         # tape then decide how the gradients of passes 2 and 3 are combined.
         tape = Record(next(iter(parameters.values())).device.type, module_paths, blocks)

@@ -29,6 +29,7 @@ from .._torch_compat import tree_leaves, tree_map
 from ..errors import UnsupportedError
 from ..numerics.precision import power_of_two, seed_op
 from ..rules.generic import leaf_tensors_of
+from ..tape.intercept import eager_code
 from ..tape.record import Record
 from ..tape.signals import ActivationMeta
 from ..tape.state import autograd_enabled, unchanged_on_error
@@ -164,7 +165,7 @@ def _passes(task: Task, options: GradientOptions, warn: bool, seed, module_paths
     parameters = check_model(model)
     check_tensors(task.x, options.wrt)
     x = without_other_leaves(task.x, options.wrt, parameters)
-    with autograd_enabled(), unchanged_on_error(model):
+    with autograd_enabled(), unchanged_on_error(model), eager_code(model):
         # Pass 1: forward, to the value.
         tape = Record(next(iter(parameters.values())).device.type, module_paths)
         value_fn = options.value_fn or _summed

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_compat import tree_leaves, tree_map
-from ..errors import AccumulationWarning, BatchDimensionWarning, LossReductionWarning, MaskWarning, warn_caller
+from ..errors import (
+    AccumulationWarning,
+    BatchDimensionWarning,
+    LabelWarning,
+    LossReductionWarning,
+    MaskWarning,
+    warn_caller,
+)
+from ..tape.inputs import is_float
 from ..tape.state import random_state, set_random_state
 from .warn import warn_once
 
@@ -141,7 +149,26 @@ def warn_of_masks(model: nn.Module, x: Any) -> None:
         )
 
 
+def warn_of_labels(model: nn.Module, x: Any) -> None:
+    """Warns if the loss is differentiated with respect to labels, which x contains if the model returns its loss."""
+    for name, value in x.items() if isinstance(x, Mapping) else ():
+        if _is_label(name) and any(map(is_float, tree_leaves(value))):
+            warn_once(
+                model,
+                f"x[{name!r}] contains floating-point labels. Every floating-point tensor of x is treated as an input, "
+                "so the loss is differentiated with respect to them. Name the input: an entry of x, as in "
+                'wrt="pixel_values", or the module whose output is the input, as in input_at="embeddings"',
+                LabelWarning,
+            )
+
+
+def _is_label(name: Any) -> bool:
+    return "label" in str(name) or "target" in str(name)
+
+
 def _is_mask(name: Any, z: Tensor) -> bool:
+    if _is_label(name):
+        return False
     return "mask" in str(name) or bool(((z == 0) | (z == 1) | (z <= FAR)).all())
 
 

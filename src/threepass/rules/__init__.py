@@ -1,6 +1,6 @@
 """How signals are propagated through an operation: fast rules by family, and the generic rule for everything else."""
 
-from . import activation, affine, attention, indexing, loss, norm, pointwise, product, sync_batch_norm, views
+from . import activation, affine, attention, ctc, indexing, loss, norm, pointwise, product, sync_batch_norm, views
 from .table import Linearization, rule
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "activation",
     "affine",
     "attention",
+    "ctc",
     "indexing",
     "loss",
     "norm",

@@ -34,6 +34,7 @@ from .._torch_compat import (
     leaky_relu,
     python_function_of,
     set_checkpoint_generator,
+    set_compiling,
     set_trace_switches,
     trace_switches,
     tree_map,
@@ -44,6 +45,7 @@ from ..rules.product import einsum_in_pairs
 from .arguments import flatten, tensors_in, unflatten
 from .state import drawing_from, random_state
 
+_REQUIRES_GRAD: Any = Tensor.requires_grad
 DROPOUT = {torch.dropout: torch.mul, torch.dropout_: Tensor.mul_,
            torch.feature_dropout: torch.mul, torch.feature_dropout_: Tensor.mul_}  # fmt: skip
 
@@ -73,6 +75,7 @@ _run_script = torch.jit.ScriptFunction.__call__
 _run_sync_batch_norm = nn.SyncBatchNorm.forward
 _checks = {name: getattr(F, name) for name in vars(F) if name.startswith("has_torch_function")}
 _traces = 0
+_eager_modules: frozenset[str] = frozenset()
 _switches: tuple[bool, bool, Any] = (False, True, None)
 
 
@@ -214,12 +217,19 @@ def transposed_as_rows(func, values, spec):
     return (linear_by_rows, values, spec) if fits else None
 
 
+def flag_is_set_already(func, values, spec):
+    """`z.requires_grad = True` of an activation, which the setter refuses: the input itself, a leaf, would take it."""
+    z, value = values
+    return (_REQUIRES_GRAD.__get__, *flatten((z,), {})) if value is True else None
+
+
 # the call to make in place of another: its function, its flat arguments and their shape; None: the call itself
 REPLACED: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.linear: transposed_as_rows,
     **dict.fromkeys(DROPOUT, dropout_as_product),
     leaky_relu: negative_slope_as_weight,
     Tensor.__getitem__: rows_as_index_select,
+    _REQUIRES_GRAD.__set__: flag_is_set_already,
 }
 
 
@@ -266,3 +276,39 @@ def reporting_compilation() -> Iterator[None]:
             _traces -= 1
             if _traces == 0:
                 set_trace_switches(*_switches)
+
+
+@contextlib.contextmanager
+def running_eager_code_in(modules: frozenset[str]) -> Iterator[None]:
+    """In a trace: names modules in which `torch.compiler.is_compiling()` is to return False (`eager_code`)."""
+    global _eager_modules
+    _eager_modules, before = modules, _eager_modules
+    try:
+        yield
+    finally:
+        _eager_modules = before
+
+
+@contextlib.contextmanager
+def eager_code(model: nn.Module) -> Iterator[None]:
+    """Makes the modules that a trace names run their eager code: libraries may have other code for compilers."""
+    handles: list[Any] = []
+    answers: list[bool] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        answers.append(set_compiling(False))
+
+    def leave(module: nn.Module, args: Any, out: Any) -> None:
+        set_compiling(answers.pop())
+
+    for name, module in model.named_modules() if _eager_modules else ():
+        if name in _eager_modules:
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            handles.append(module.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for answer in answers[:1]:
+            set_compiling(answer)
+        for handle in handles:
+            handle.remove()

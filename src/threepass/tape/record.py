@@ -32,6 +32,7 @@ from .._torch_compat import (
     gradient_edge,
     has_saved_tensor_hooks,
     innermost_transform,
+    tree_map,
 )
 from ..errors import CaptureError, Place, first_line_of
 from ..numerics.precision import HALF
@@ -293,7 +294,28 @@ class Record(ActivityTracker):
         return tensors, active, weights
 
     def _operation(self, func, traits, values, spec, roles: Roles):
-        """Runs a call with active arguments, with its weights detached, and records it if its results are active."""
+        """Runs a call with active arguments, and records it if its results are active."""
+        out = self._run(func, traits, values, spec, roles)
+        if not roles[2] or traits.writes or traits.is_user_defined or _require_grad(out):
+            return out
+        return out if is_random(func, traits, values) else self._with_weights(func, out, values, spec, roles)
+
+    def _with_weights(self, func, out, values, spec, roles: Roles):
+        """Results of weights and of no more than an activation's metadata, such as `w.type_as(a)`, are weights too.
+
+        They were computed from detached weights, and are computed again from the weights themselves.
+        """
+        _, active, weights = roles
+        values = list(values)
+        for i, z in (*((i, z.detach()) for i, z in active), *weights):
+            values[i] = z
+        args, kwargs = unflatten(values, spec)
+        again = func(*args, **kwargs)
+        self._mark_computed(tensors_in(again))
+        return tree_map(lambda u, v: v if isinstance(u, Tensor) and not u.requires_grad else u, out, again)
+
+    def _run(self, func, traits, values, spec, roles: Roles):
+        """Runs a call with its weights detached, and records it if its results are active."""
         tensors, active, weights = roles
         known: list[tuple[int, ActivationMeta]] = []
         unknown: list[Tensor] = []
@@ -417,6 +439,12 @@ class Record(ActivityTracker):
             return changed
 
         return z.register_hook(recording_hook)
+
+
+def _require_grad(out: Any) -> bool:
+    """Whether all results require grad that can."""
+    results = [out] if isinstance(out, Tensor) else tensors_in(out)
+    return all(u.requires_grad or not (u.is_floating_point() or u.is_complex()) for u in results)
 
 
 def _outputs(out: Any, values: list[Any], tensors: Places, written: list[int]) -> Places:
