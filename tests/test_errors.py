@@ -201,10 +201,14 @@ def test_every_unsupported_place_is_listed_and_nothing_has_changed(mode):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_code_that_torch_functions_do_not_show():
+    class InAThread(nn.Module):
+        def forward(self, x):
+            return torch.jit.wait(torch.jit.fork(torch.relu, x))
+
     class Scripted(nn.Module):
         def __init__(self):
             super().__init__()
-            self.f = torch.jit.script(nn.Sequential(nn.Linear(5, 5), nn.ReLU()))
+            self.f = torch.jit.script(InAThread())
             self.head = nn.Linear(5, 4)
 
         def forward(self, x):

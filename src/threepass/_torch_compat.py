@@ -8,7 +8,7 @@ on each version; a test refuses such names elsewhere.
 import contextlib
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -51,12 +51,14 @@ __all__ = [
     "MODULE_MEMBERS",
     "MODULE_OTHERS",
     "PRIVATE_ATTRIBUTES",
+    "SCRIPT_DTYPES",
     "ConvNd",
     "DisableTorchFunction",
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
     "OpOverloadPacket",
+    "ScriptArgument",
     "TensorGuards",
     "TorchDispatchMode",
     "TreeSpec",
@@ -93,6 +95,7 @@ __all__ = [
     "has_dispatch_modes",
     "has_gradient_hooks",
     "has_saved_tensor_hooks",
+    "index_select",
     "innermost_function_mode",
     "innermost_transform",
     "is_dynamo_imported",
@@ -105,6 +108,7 @@ __all__ = [
     "local_scalar_dense",
     "make_fx",
     "make_symbolic_fx",
+    "native_function",
     "nested_from_mask",
     "no_dispatch_modes",
     "number_of_dispatch_modes",
@@ -112,6 +116,7 @@ __all__ = [
     "overload_of",
     "python_function_of",
     "safe_softmax",
+    "script_operation",
     "set_checkpoint_generator",
     "set_compiling",
     "set_mkldnn_enabled",
@@ -119,6 +124,7 @@ __all__ = [
     "silu",
     "softmax_backward",
     "split",
+    "tensordot",
     "to_copy",
     "trace_switches",
     "tree_flatten",
@@ -131,6 +137,10 @@ __all__ = [
     "with_symbols",
     "without_fsdp_backward",
 ]
+
+# seen in 2.10 to 2.13: what torch.tensordot calls, and what torch.index_select is until PyTorch Geometric replaces it
+_FUNCTIONS: Any = torch._C._VariableFunctions
+tensordot, index_select = _FUNCTIONS.tensordot, _FUNCTIONS.index_select
 
 # seen in 2.10 to 2.13: torch.library gives objects of these classes, and no public name for them
 OpOverload = torch._ops.OpOverload
@@ -363,6 +373,58 @@ def python_function_of(scripted: Any) -> Callable[..., Any] | None:
     functions carry a `__name__` of their own.
     """
     return getattr(scripted, "_torchdynamo_inline", None) if "__name__" in vars(scripted) else None
+
+
+# seen in 2.10 to 2.13: the dtypes that TorchScript has as numbers, in their order
+SCRIPT_DTYPES = (
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64,
+    torch.complex32, torch.complex64, torch.complex128, torch.bool, torch.qint8, torch.quint8, torch.qint32,
+    torch.bfloat16,
+)  # fmt: skip
+
+
+class ScriptArgument(NamedTuple):
+    """An argument in the schema of an operation of TorchScript; kind: its type, without "Optional"."""
+
+    name: str
+    kind: str
+    by_name: bool
+    has_default: bool
+    default: Any
+
+    def is_default(self, value: Any) -> bool:
+        plain = value is None or isinstance(value, (bool, int, float, str))
+        return self.has_default and plain and type(value) is type(self.default) and value == self.default
+
+
+def script_operation(node: Any) -> tuple[str, list[ScriptArgument], Callable[..., Any]]:
+    """The name, the arguments and the operation of a node of TorchScript; seen in 2.10 to 2.13.
+
+    Raises a `RuntimeError` for nodes without a schema, and for those of other namespaces than ATen's.
+    """
+    schema = torch._C.parse_schema(node.schema())
+    namespace, _, name = schema.name.partition("::")
+    if namespace != "aten":
+        raise RuntimeError(f"{schema.name} is no operation of ATen")
+    packet: Any = getattr(torch.ops.aten, name, None)
+    arguments = [
+        ScriptArgument(
+            a.name,
+            str(a.real_type).removeprefix("Optional[").removesuffix("]"),
+            a.kwarg_only,
+            a.has_default_value(),
+            a.default_value,
+        )
+        for a in schema.arguments
+    ]
+    return name, arguments, getattr(packet, schema.overload_name or "default", packet)
+
+
+def native_function(name: str) -> Callable[..., Any] | None:
+    """The function of torch, or the method of tensors, with the name of an operation; seen in 2.10 to 2.13."""
+    c: Any = torch._C
+    owners = (c._VariableFunctions, c._nn, c._linalg, c._special, c._fft, Tensor)
+    return next((getattr(owner, name) for owner in owners if hasattr(owner, name)), None)
 
 
 def is_dynamo_imported() -> bool:

@@ -740,6 +740,23 @@ class Unreadable:
         raise RuntimeError("closed")
 
 
+class Representation(tuple):
+    """A degree and a parity, and no sequence, as in e3nn."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+
+def test_a_tuple_that_does_not_tell_its_length():
+    model, x, y = nn.Linear(4, 3).double(), torch.randn(4, 4).double(), torch.randint(3, (4,))
+    model.numbers, model.names = Representation((1, -1)), Representation(("1", "o"))
+    step = threepass.ThreePass(model, F.cross_entropy, compile="require")
+    for expected, numbers in ((1, (1, -1)), (1, (1, -1)), (2, (2, 1))):
+        model.numbers = Representation(numbers)
+        step(x, y)
+        assert len(step.compiled.programs) == expected
+
+
 def test_an_object_that_cannot_be_examined_makes_steps_eager():
     model, x, y = nn.Linear(4, 3).double(), torch.randn(4, 4).double(), torch.randint(3, (4,))
     model.handles = {Unreadable()}

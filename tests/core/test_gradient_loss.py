@@ -403,10 +403,38 @@ def test_scripted_functions_run_as_the_python_that_they_were_made_from():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_traced_functions_are_refused_because_they_have_the_numbers_of_their_trace():
-    traced = torch.jit.trace(_scattered, (X, torch.zeros(5, dtype=int)))
-    with pytest.raises(threepass.UnsupportedError, match="TorchScript"):
-        threepass.gradient_step(Scatters(traced).double(), lambda o, g, y: o.square().sum() + g.square().sum(), X, None)
+def test_traced_functions_run_with_the_numbers_of_their_trace():
+    traced = torch.jit.trace(_scattered, (torch.randn(5, 4).double(), torch.zeros(5, dtype=int)))
+    agrees(Scatters(traced).double(), lambda o, g, y: o.square().sum() + g.square().sum(), X, None)
+
+
+INDEX = torch.tensor([0, 1, 1, 0, 1])[:, None].expand(-1, 4)
+WRITES = {  # into an activation; a rule is there for each of these functions, and declines the call
+    "amax": lambda u, z, w: u.scatter_reduce_(0, INDEX, z, "amax", include_self=False),
+    "amin of both": lambda u, z, w: u.scatter_reduce_(0, INDEX, z, "amin"),
+    "mean": lambda u, z, w: u.scatter_reduce_(0, INDEX, z, "mean"),
+    "prod": lambda u, z, w: u.scatter_reduce_(0, INDEX, z, "prod"),
+    "a weight": lambda u, z, w: u.index_add_(0, INDEX[:, 0], w * z.mean()).index_add_(0, INDEX[:, 0], w),
+}
+
+
+class Writes(nn.Module):
+    def __init__(self, write, onto_zeros):
+        super().__init__()
+        self.first, self.last, self.write, self.onto_zeros = nn.Linear(3, 4), nn.Linear(4, 1), write, onto_zeros
+        self.weight = nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x):
+        z = self.first(x).sin()
+        into = z.new_zeros(2, 4) if self.onto_zeros else 0.1 * z[:2]
+        return self.last(self.write(into, z, self.weight).sin())
+
+
+@pytest.mark.parametrize("onto_zeros", [True, False])
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_that_their_rule_declines_have_what_was_there_before(name, onto_zeros):
+    torch.manual_seed(0)
+    agrees(Writes(WRITES[name], onto_zeros).double(), lambda o, g, y: o.square().mean() + (g**3).sum(), X, None)
 
 
 class Forces(nn.Module):
@@ -424,6 +452,19 @@ def test_a_model_that_differentiates_itself_is_pointed_here():
         threepass.UnsupportedError, match=r"autograd.grad: the model computes a gradient .*gradient_step"
     ):
         threepass.three_pass(Forces(), F.mse_loss, X, Y)
+
+
+class ForcesAndStress(Forces):
+    def forward(self, x):
+        strain = torch.zeros(3, 3, dtype=x.dtype).requires_grad_()
+        energy = self.energy(x + x @ strain)
+        return torch.autograd.grad(energy.sum(), [x, strain], create_graph=True)[0]
+
+
+@pytest.mark.parametrize("model", [Forces, ForcesAndStress])
+def test_a_model_that_differentiates_itself_is_refused_here_too(model):
+    with pytest.raises(threepass.UnsupportedError, match=r"autograd.grad: the model computes .*return the scalar"):
+        threepass.gradient_step(model(), lambda output, g, y: output.square().mean(), X, Y)
 
 
 def test_a_loss_of_two_arguments_is_refused_before_anything_runs():

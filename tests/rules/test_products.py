@@ -1,4 +1,4 @@
-"""Einsum and matrix products have a fast rule and give double backward's gradients."""
+"""Einsum, tensordot and matrix products have a fast rule and give double backward's gradients."""
 
 from types import SimpleNamespace
 
@@ -113,6 +113,36 @@ def test_operands_are_contracted_in_the_order_of_opt_einsum(monkeypatch):
     model, x = Einsum("ni,ij,jk->nk", (3, 4), [(4, 2), (2, 5)]).double(), torch.randn(3, 4).double()
     agrees(model, x)
     assert asked == [("ni,ij,jk->nk", "auto")]
+
+
+class Tensordot(Einsum):
+    """The same with the dimensions that are summed over in place of an equation."""
+
+    def forward(self, x):
+        z = torch.tanh(self.inner(x))
+        (w,) = self.weights
+        return torch.sin(torch.tensordot(z, w * z.mean() if self.of_activations else w, self.equation))
+
+
+@pytest.mark.parametrize("of_activations", [False, True])
+@pytest.mark.parametrize(
+    ("dims", "shape", "weight"),
+    [
+        (1, (3, 2, 4), (4, 5)),
+        (2, (3, 2, 4), (2, 4, 5)),
+        (0, (3, 4), (2, 3)),
+        (([2, 1], [0, 2]), (3, 2, 4), (4, 5, 2)),
+        (([-1], [-2]), (3, 2, 4), (4, 2)),
+        (([0, 1], [0, 1]), (3, 4), (3, 4)),
+        (([1], [0]), (3, 1), (4, 5)),
+        (([1], [0]), (3, 4), (1, 5)),
+    ],
+)
+def test_tensordot(dims, shape, weight, of_activations):
+    torch.manual_seed(0)
+    model, x = Tensordot(dims, shape, [weight], of_activations).double(), torch.randn(shape).double()
+    agrees(model, x)
+    assert {row.rule for row in threepass.coverage(model, x)} == {"fast"}
 
 
 @pytest.mark.parametrize("equation", ["ni,oij,nj->no", "...i,ij->...j"])

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 import threepass
 from threepass.rules import affine, table
 from threepass.tape import state
+from threepass.tape.intercept import rows_as_index_select
 from threepass.tape.operation import without_contents
 from threepass.tape.traits import _known, traits_of
 
@@ -210,3 +211,16 @@ def test_a_function_that_writes_in_place_is_known_by_its_name():
     plain.load_state_dict(model.state_dict())
     expected = threepass.three_pass(plain, lambda out, y: F.cross_entropy(2 * out, y), x, y, alpha=0.3)
     assert torch.allclose(found.grads["weight"], expected.grads["weight"], rtol=1e-12)
+
+
+def test_gathers_keep_their_rule_where_a_library_has_replaced_torch_index_select(monkeypatch):
+    """PyTorch Geometric puts a Python function in its place."""
+    original = torch.index_select
+
+    def _new_index_select(z, dim, index):
+        return original(z, dim, index)
+
+    monkeypatch.setattr(torch, "index_select", _new_index_select)
+    func, *_ = rows_as_index_select(Tensor.__getitem__, [torch.randn(3, 4), Y], (2, (), None))
+    assert func is original
+    assert table.rule_for(func) is not None

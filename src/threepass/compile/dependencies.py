@@ -271,7 +271,7 @@ class Dependencies:
         elif isinstance(value, Tensor):
             self._tensor(path, value)
         elif isinstance(value, tuple) and all(type(v) is int for v in value):
-            self.items[path] = (tuple, tuple(value))
+            self.items[path] = (tuple, tuple(iter(value)))  # a class derived from tuple may refuse to tell its length
         elif id(value) in self._paths:
             self.items[path] = ("as", self._paths[id(value)])
         else:
@@ -471,7 +471,7 @@ class Dependencies:
         self._add(f"{path}.__self__", method.__self__, Scope(hasattr(method.__func__, "__code__"), depth))
 
     def _elements(self, path: str, values: Iterable[Any], scope: Scope) -> None:
-        ordered = sorted(values, key=repr) if isinstance(values, (set, frozenset)) else [*values]
+        ordered = sorted(values, key=repr) if isinstance(values, (set, frozenset)) else [*iter(values)]
         self.items[path] = (type(values), len(ordered))
         for i, value in enumerate(ordered):
             self._add(f"{path}[{i}]", value, scope)

@@ -7,6 +7,7 @@ scatter  u = a + sum of source at index     pull reads where the sum was added
 import torch
 from torch import Tensor
 
+from .. import _torch_compat
 from .table import Linearization, Signal, rule, times
 
 
@@ -31,7 +32,7 @@ def _placed(a: Tensor, index, r: Tensor) -> Tensor:
     return whole
 
 
-@rule(torch.index_select, Tensor.index_select, reads="shapes")
+@rule(_torch_compat.index_select, Tensor.index_select, reads="shapes")
 def index_select(u: Tensor, a: Tensor, dim: int, index: Tensor) -> Linearization | None:
     return _selected(a, dim, index)
 

@@ -1,4 +1,4 @@
-"""Sums of products, linear in each factor: matrix products and einsum.
+"""Sums of products, linear in each factor: matrix products, tensordot and einsum.
 
     u[out] = sum a[left] b[right]        over the letters that `out` does not have, as in "nci,ij->ncj"
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.backends import opt_einsum
 
+from .. import _torch_compat
 from .table import Linearization, Signal, rule
 
 Term = tuple[str, Tensor]  # the letters of a tensor's dimensions, and the tensor
@@ -114,6 +115,21 @@ def matmul(u: Tensor, a: Tensor, b: Tensor, *, active: Sequence[int] = (0,)) -> 
 @rule(torch.outer, Tensor.outer, torch.ger, Tensor.ger, arity=2, bilinear=True, reads="shapes")
 def outer(u: Tensor, a: Tensor, b: Tensor, *, active: Sequence[int] = (0,)) -> Linearization | None:
     return None if u.is_complex() else _product(u, "ij", [("i", a), ("j", b)], active)
+
+
+@rule(_torch_compat.tensordot, arity=2, bilinear=True, reads="shapes")
+def tensordot(
+    u: Tensor, a: Tensor, b: Tensor, dims_a: Sequence[int], dims_b: Sequence[int], *, active: Sequence[int] = (0,)
+) -> Linearization | None:
+    """The sum over the dimensions dims_a of a and dims_b of b, in pairs."""
+    if u.is_complex():
+        return None
+    left = string.ascii_lowercase[: a.dim()]
+    right = [*string.ascii_uppercase[: b.dim()]]
+    for i, j in zip(dims_a, dims_b, strict=True):
+        right[j] = left[i]
+    out = "".join(k for k in (*left, *right) if (k in left) != (k in right))
+    return _product(u, out, [(left, a), ("".join(right), b)], active)
 
 
 def _product(u: Tensor, out: str, terms: list[Term], active: Sequence[int], before: int = 0) -> Linearization | None:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ..errors import Place
 from ..rules.generic import leaf_tensors_of
-from ..rules.table import name_of, rule_for
+from ..rules.table import name_of
 from .intercept import FunctionInterceptor
+from .operation import Operation
 from .signals import ActivationMeta, Storage, storage_of
 from .storage_index import StorageIndex
 
@@ -103,8 +104,8 @@ class ActivityTracker(FunctionInterceptor):
         for reader, i in self._storages.take_readers(z):
             reader.keep_contents(i)
 
-    def _prepare_write(self, func, z: Tensor, recorded: list[Any], weights: list[tuple[int, Tensor]]) -> Tensor:
-        """Before func writes to z: copies the old contents where they are needed, and returns what to write to."""
+    def _prepare_write(self, call: Operation, z: Tensor, recorded: list[Any]) -> Tensor:
+        """Before a call writes to z: copies the old contents where they are needed, and returns what to write to."""
         self._copy_for_readers(z)
         storage = storage_of(z)
         if z._is_view() or any(alias is not z for alias in self._storages.tensors(storage)):
@@ -112,10 +113,10 @@ class ActivityTracker(FunctionInterceptor):
         if id(z) in self._computed:  # a computed weight becomes an activation: a copy keeps its history
             history = z.clone()
             self._computed[id(history)] = history
-            weights[:] = [(i, history if w is z else w) for i, w in weights]
+            call.weights[:] = [(i, history if w is z else w) for i, w in call.weights]
             z.detach_()
             del self._computed[id(z)]
-        if rule_for(func) is None:
+        if not call.has_rule_for_writing():
             recorded[0] = z.detach().clone()
         return z
 

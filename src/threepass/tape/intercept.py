@@ -29,6 +29,7 @@ from .._torch_compat import (
     checkpoint_generator,
     function_modes,
     function_modes_enabled,
+    index_select,
     innermost_function_mode,
     is_traced,
     leaky_relu,
@@ -42,6 +43,7 @@ from .._torch_compat import (
 from ..rules import sync_batch_norm
 from ..rules.affine import has_uneven_rows, linear_by_rows
 from ..rules.product import einsum_in_pairs
+from . import script
 from .arguments import flatten, tensors_in, unflatten
 from .state import drawing_from, random_state
 
@@ -72,6 +74,7 @@ _checkpoint_options = [
     p.name for p in inspect.signature(checkpoint_generator).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
 ]
 _run_script = torch.jit.ScriptFunction.__call__
+_run_script_method = torch.ScriptMethod.__call__
 _run_sync_batch_norm = nn.SyncBatchNorm.forward
 _checks = {name: getattr(F, name) for name in vars(F) if name.startswith("has_torch_function")}
 _traces = 0
@@ -83,8 +86,8 @@ _switches: tuple[bool, bool, Any] = (False, True, None)
 def intercepting_functions() -> Iterator[None]:
     """Patches `autograd.Function.apply` to call the innermost `FunctionInterceptor` of the thread, if there is one.
 
-    With one, a TorchScript function runs as the Python function that it was compiled from, and `nn.SyncBatchNorm` by
-    `rules/sync_batch_norm.py`.
+    With one, a TorchScript function runs as the Python function that it was compiled from, other TorchScript by
+    `script.py`, and `nn.SyncBatchNorm` by `rules/sync_batch_norm.py`.
     """
     global _users, _original
     with _lock:
@@ -93,6 +96,7 @@ def intercepting_functions() -> Iterator[None]:
             _original = Function.__dict__["apply"]
             setattr(Function, "apply", classmethod(_intercepted_apply))  # noqa: B010
             setattr(torch.jit.ScriptFunction, "__call__", _intercepted_script)  # noqa: B010
+            setattr(torch.ScriptMethod, "__call__", _intercepted_script_method)  # noqa: B010
             setattr(nn.SyncBatchNorm, "forward", _intercepted_sync_batch_norm)  # noqa: B010
             set_checkpoint_generator(_intercepted_checkpoint)
             for name, check in _checks.items():
@@ -105,6 +109,7 @@ def intercepting_functions() -> Iterator[None]:
             if _users == 0:
                 setattr(Function, "apply", _original)  # noqa: B010
                 setattr(torch.jit.ScriptFunction, "__call__", _run_script)  # noqa: B010
+                setattr(torch.ScriptMethod, "__call__", _run_script_method)  # noqa: B010
                 setattr(nn.SyncBatchNorm, "forward", _run_sync_batch_norm)  # noqa: B010
                 set_checkpoint_generator(checkpoint_generator)
                 for name, check in _checks.items():
@@ -157,8 +162,16 @@ def _is_overridden(check: Callable[..., bool], *args: Any) -> bool:
 
 
 def _intercepted_script(scripted, *args, **kwargs):
-    function = python_function_of(scripted) if _interceptors() else None
-    return _run_script(scripted, *args, **kwargs) if function is None else function(*args, **kwargs)
+    if not _interceptors():
+        return _run_script(scripted, *args, **kwargs)
+    function = python_function_of(scripted)
+    return function(*args, **kwargs) if function is not None else script.run(scripted, _run_script, *args, **kwargs)
+
+
+def _intercepted_script_method(method, *args, **kwargs):
+    if not _interceptors():
+        return _run_script_method(method, *args, **kwargs)
+    return script.run(method, _run_script_method, *args, **kwargs)
 
 
 def _intercepted_sync_batch_norm(module, a):
@@ -200,7 +213,7 @@ def rows_as_index_select(func, values, spec):
     if not is_vector or a.dim() == 0 or not a.is_contiguous() or is_traced():
         return None  # of other layouts a[index] keeps the order of strides, and index_select does not
     rows = torch.where(index < 0, index + a.shape[0], index).to(a.device)  # a[index] takes indices of the CPU too
-    return torch.index_select, *flatten((a, 0, rows), {})
+    return index_select, *flatten((a, 0, rows), {})
 
 
 def negative_slope_as_weight(func, values, spec):

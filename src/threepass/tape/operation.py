@@ -141,6 +141,16 @@ class Operation:
                 return None
         return lin
 
+    def has_rule_for_writing(self) -> bool:
+        """Whether a rule accepts this call, which is about to write its output into its first argument.
+
+        Rules of such calls read the output alone, or shapes. The generic rule reads what was there before.
+        """
+        if self.rule is None or self.rule.reads == "u":
+            return self.rule is not None
+        self.output = self.values[0]
+        return self.linearize() is not None
+
     def error_at_output(self, d: Tensor | None) -> Tensor | None:
         """The error of the output, from the gradient of its edge, which may be that of its base."""
         if self.base is None or d is None:

@@ -34,7 +34,7 @@ from .._torch_compat import (
     innermost_transform,
     tree_map,
 )
-from ..errors import CaptureError, Place, first_line_of
+from ..errors import CaptureError, Place, UnsupportedError, first_line_of
 from ..numerics.precision import HALF
 from ..rules.sync_batch_norm import groups_of, largest
 from ..rules.table import Rule, Tap, rule_for
@@ -330,10 +330,10 @@ class Record(ActivityTracker):
         for i, z in weights:
             values[i] = z.detach()
         recorded, rng = list(values), random_state(self.device) if is_random(func, traits, values) else None
-        writes = self.recording and traits.writes
+        writes, rule = self.recording and traits.writes, self._rule(func, spec, active)
         if writes:
-            values[0] = self._prepare_write(func, tensors[0][1], recorded, weights)
-        rule = self._rule(func, spec, active)
+            call = Operation(func, list(recorded), spec, known, weights, "", self._no_autocast, None, rule)
+            values[0] = self._prepare_write(call, tensors[0][1], recorded)
         may_write = rule is None or traits.writes or traits.is_user_defined  # torch functions that have a rule say so
         versions = [_version(values[i]) for i, _ in tensors] if may_write else []
         args, kwargs = unflatten(values, spec)
@@ -413,13 +413,19 @@ class Record(ActivityTracker):
 
     def _own_gradient(self, func, *args, **kwargs):
         """`torch.autograd.grad` in the model: of weights it gives weights."""
-        if any(map(self.is_active, tensors_in((*args, *kwargs.values())))):
+        is_refused = any(map(self.is_active, tensors_in((*args, *kwargs.values()))))
+        if is_refused:
             self.problem(
                 "autograd.grad",
                 "the model computes a gradient of its own output (forces, say)",
                 "return the scalar itself (the energy, say) and use threepass.gradient_step for a loss on its gradient",
             )
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except RuntimeError as error:  # pass 1 detaches weights, such as a strain that the model makes a leaf of
+            if is_refused:
+                raise UnsupportedError(self.problems) from error
+            raise
         self._mark_computed(tensors_in(out))
         return out
 
