@@ -10,6 +10,7 @@ from close import assert_close
 from torch.nn import functional as F
 
 import threepass
+from threepass.compile.signature import Signature
 
 HEAD = """
 import collections, contextlib, dataclasses, enum, functools, operator, random, types
@@ -293,6 +294,14 @@ def test_random_numbers_of_a_global_method_are_no_constants(script):
     with pytest.warns(threepass.UncompiledWarning, match=r"the step changes script.draw.* while it runs"):
         [check() for _ in range(2)]
     assert not step.compiled.programs
+
+
+def test_changed_code_is_named_in_words(script):
+    execute("def h(x): return x\ndef other(x): return 2 * x", script)
+    signature = Signature(torch.nn.Linear(4, 3), script["h"])
+    before = signature.state()
+    script["h"].__code__ = script["other"].__code__
+    assert before.difference(signature.state()) == "loss_fn code (an object, then other code)"
 
 
 def test_attributes_that_only_making_an_object_names_do_not_count(script):

@@ -5,10 +5,10 @@ A `Dependencies` object describes the same things twice:
     items           {path: hashable value}: compares two states of a model, and names what changed between them
     is_unchanged()  compares the same objects with what they were, in a few comparisons at C speed: has nothing changed?
 
-What is walked: modules with all of their attributes, parameters, buffers and hooks; functions with their closures,
-default arguments and the globals that their code names; partials and bound methods; lists, dicts, sets and tuples; of
-classes and other objects the attributes that some code among all this names. Tensors, modules, functions and hooks are
-compared by identity, numbers, strings, containers and arrays by value.
+What is walked: modules with all of their attributes, parameters, buffers and hooks; functions with their code, their
+closures, default arguments and the globals that their code names; partials and bound methods; lists, dicts, sets and
+tuples; of classes and other objects the attributes that some code among all this names. Tensors, modules, functions and
+hooks are compared by identity, numbers, strings, containers, arrays and code by value.
 """
 
 import dis
@@ -681,6 +681,8 @@ def in_words(item: Any) -> str:
             return repr(value)
         case Identity() | (Identity(), *_):
             return "another object"
+        case types.CodeType():
+            return "other code"
         case None:
             return "nothing"
         case _:
