@@ -27,7 +27,7 @@ test-all: check
 	$(BIN)/python -m pytest $(PARALLEL)
 
 # Each torch that is promised, in an environment of its own below .venvs: gigabytes, so before a release only.
-# One alone: make test-versions TORCH=2.11
+# One alone: make test-versions TORCH=2.11; with another Python: make test-versions TORCH=2.13 PYTHON=python3.12
 test-versions:
 	$(PYTHON) tests/versions.py $(TORCH)
 

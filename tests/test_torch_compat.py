@@ -164,3 +164,13 @@ def test_set_mkldnn_enabled_gives_what_was_set():
         assert _torch_compat.set_mkldnn_enabled(True) is False
     finally:
         assert _torch_compat.set_mkldnn_enabled(before) is True
+
+
+@pytest.mark.skipif(not _torch_compat.DICTS_HAVE_VERSIONS, reason="versions of dicts are not used on this Python")
+def test_an_assigned_attribute_gives_its_dict_another_version():
+    module = torch.nn.Dropout(0.5)
+    versions = []
+    for p in (0.1, 0.2, 0.2):
+        module.p = p
+        versions.append(_torch_compat.dict_version(vars(module)))
+    assert versions[0] != versions[1] == versions[2]

@@ -3,9 +3,11 @@
     python tests/versions.py                          # all of them: gigabytes to fetch, and the whole suite four times
     python tests/versions.py 2.11                     # one
     python tests/versions.py 2.11 -- tests/core/test_grid.py   # part of the suite; not recorded
+    python3.12 tests/versions.py 2.13                # the same with another Python: that which runs this script
 
 What passed, failed and was skipped on which torch goes into results/versions.json, as soon as a version is done; those
-not run again keep their entry. Exits with 1 if a test failed.
+not run again keep their entry. Pythons other than the oldest that is promised have entries and environments of their
+own, such as 2.13-python-3.12. Exits with 1 if a test failed.
 """
 
 import datetime
@@ -19,13 +21,20 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+OLDEST = (3, 11)  # pyproject's requires-python
 VERSIONS = ["2.10", "2.11", "2.12", "2.13"]  # pyproject's torch>=2.10, and the newest
 RESULTS = ROOT / "results" / "versions.json"
 
 
+def name_of(version: str) -> str:
+    """The name of a version's environment and results."""
+    python = sys.version_info[:2]
+    return version if python == OLDEST else f"{version}-python-{'.'.join(map(str, python))}"
+
+
 def python_with(version: str) -> Path:
     """The interpreter of an environment with the newest torch of that version and everything that the tests need."""
-    place = ROOT / ".venvs" / f"torch-{version}"
+    place = ROOT / ".venvs" / f"torch-{name_of(version)}"
     python, asked, installed = place / "bin" / "python", place / "asked.txt", place / "installed.txt"
     if not installed.exists() or installed.read_text() != pins():
         venv.create(place, with_pip=True)
@@ -68,7 +77,7 @@ def run(version: str, selection: list[str]) -> dict:
 
 def record(version: str, outcome: dict) -> None:
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    RESULTS.write_text(json.dumps(dict(sorted((found | {version: outcome}).items())), indent=1) + "\n")
+    RESULTS.write_text(json.dumps(dict(sorted((found | {name_of(version): outcome}).items())), indent=1) + "\n")
 
 
 def main(arguments: list[str]) -> int:

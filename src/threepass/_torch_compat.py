@@ -234,7 +234,8 @@ MODULE_OTHERS = (
 # seen in 2.10 to 2.13: the same for hooks that all modules run, in the order of MODULE_HOOKS
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(getattr(_module, f"_global{name}") for name in MODULE_HOOKS)
 
-# Python 3.11 counts the changes of a dict itself. From 3.12 on torch watches dicts for `dict_version`: not tried here.
+# Python 3.11 counts the changes of a dict itself. From 3.12 on torch watches dicts for `dict_version`, which does not
+# see on 3.13 that an attribute of an object is assigned.
 DICTS_HAVE_VERSIONS = sys.version_info < (3, 12)
 
 # seen in 2.10 to 2.13: attributes of torch's objects that other files read, and operations that they know by name

@@ -35,6 +35,10 @@ def plain(a):
     return torch.sin(a)
 
 
+def annotated(a: "Tensor", b: torch.Tensor | None = None, *, c: torch.Tensor):
+    return a.sin() * b * c.cos()
+
+
 def dispatching(a):
     return handle_torch_function(dispatching, (a,), a) if has_torch_function((a,)) else a.sin()
 
@@ -88,6 +92,7 @@ def test_python_functions_are_refused(func):
         (F.fold, r"torch\._C\._nn\.col2im"),
         (Tensor.split, r"torch\._VF\.split, torch\._VF\.split_with_sizes"),
         (plain, r"torch\.sin"),
+        (annotated, r"torch\.Tensor\.cos, torch\.Tensor\.sin"),
     ],
 )
 def test_the_error_names_the_operations_that_the_function_calls(func, operations):

@@ -5,10 +5,10 @@ A `Dependencies` object describes the same things twice:
     items           {path: hashable value}: compares two states of a model, and names what changed between them
     is_unchanged()  compares the same objects with what they were, in a few comparisons at C speed: has nothing changed?
 
-What is walked: modules with all of their attributes, parameters, buffers and hooks; functions with their closures,
-default arguments and the globals that their code names; partials and bound methods; lists, dicts, sets and tuples; of
-classes and other objects the attributes that some code among all this names. Tensors, modules, functions and hooks are
-compared by identity, numbers, strings, containers and arrays by value.
+What is walked: modules with all of their attributes, parameters, buffers and hooks; functions with their code, their
+closures, default arguments and the globals that their code names; partials and bound methods; lists, dicts, sets and
+tuples; of classes and other objects the attributes that some code among all this names. Tensors, modules, functions and
+hooks are compared by identity, numbers, strings, containers, arrays and code by value.
 """
 
 import dis
@@ -18,7 +18,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, KeysView, Mapping
 from enum import Enum
 from itertools import chain
 from operator import attrgetter, getitem, is_, itemgetter
@@ -62,8 +62,8 @@ _REPLACED = (MODULE_MEMBERS[-1], *MODULE_HOOKS)  # dicts of modules, hooks and s
 _WALKED = frozenset((*MODULE_HOOKS, *MODULE_MEMBERS, *MODULE_HOOK_FLAGS, *MODULE_OTHERS))
 
 _SHARED = getattr(random.random, "__self__", None)  # the generator of the random module
-_contents = attrgetter("cell_contents")
-_defaults = attrgetter("__defaults__", "__kwdefaults__")
+_contents, _fields = attrgetter("cell_contents"), attrgetter("__dict__")
+_parts = attrgetter("__code__", "__defaults__", "__kwdefaults__")  # of a function
 
 
 class Identity:
@@ -170,7 +170,7 @@ class Dependencies:
         self._named: frozenset[str] = frozenset()  # the names in all code that was walked
         while True:  # a name that is found late may be that of an attribute that was left out
             self._walk(roots)
-            named = frozenset().union(*map(names_in, self._codes))
+            named = frozenset().union(self._matched, *map(names_in, self._codes))
             if named <= self._named:
                 break
             self._named |= named
@@ -185,8 +185,12 @@ class Dependencies:
         self._restorable: list[tuple[dict[str, Any], dict[str, Any], set[str] | None]] = []
         self._classes: dict[type, dict[str, Any]] = {}  # what was walked of each class
         self._slots: dict[tuple[str, ...], list[Any]] = defaultdict(list)
-        self._modules: list[nn.Module] = []
+        self._objects: list[Any] = []  # whose class may be replaced
+        self._holders: list[Any] = []  # whose `__dict__` may be replaced, and that dict
+        self._held: list[dict[str, Any]] = []
         self._empty: list[Any] = []
+        self._undefined: list[tuple[KeysView[str], frozenset[str]]] = []  # globals, and names that are not among them
+        self._matched: set[str] = set()  # attributes that `case Class(value)` reads
         self._arrays: list[Any] = []
         self._generators: list[Any] = []
         self._torch_generators: list[tuple[torch.Generator, Tensor]] = []  # restored; programs do not draw from them
@@ -210,12 +214,12 @@ class Dependencies:
         self._versions = [*map(dict_version, self._dicts)]
         self._versioned.remember()
         self._always.remember(
-            (type, self._modules),
+            (type, self._objects),
             *((attrgetter(*names), objects) for names, objects in self._slots.items()),
             (tuple, [z for z in self._always.containers if isinstance(z, dict)]),  # the order of their keys
             (_bytes, self._arrays),
             (_state_of, self._generators),
-            (_defaults, self._functions),
+            (_parts, self._functions),
             (Tensor.data_ptr, self._tensors),
         )
         sizes: Any = [list(z.shape) for z in self._tensors]
@@ -230,6 +234,10 @@ class Dependencies:
         try:
             versions = [*map(dict_version, self._dicts)]
             if flags() != self.flags or any(self._empty) or not self._always.is_unchanged():
+                return False
+            if not all(map(is_, map(_fields, self._holders), self._held)):
+                return False
+            if not all(names.isdisjoint(defined) for defined, names in self._undefined):
                 return False
             if versions != self._versions:
                 if not self._versioned.is_unchanged():
@@ -303,11 +311,15 @@ class Dependencies:
                 self._add(path, value.__func__)
             case property():
                 self._add(path, value.fget)
+            case types.MappingProxyType():
+                self.items[path] = (types.MappingProxyType, len(value))
+                self._attributes(path, value, [*value], scope, whole=True)
             case types.ModuleType():
                 self._python_module(path, value)
             case type():
                 self.items[path] = Identity(value)
-                self._class(value, whole=issubclass(value, torch.autograd.Function))
+                is_function, is_module = issubclass(value, torch.autograd.Function), issubclass(value, nn.Module)
+                self._class(value, whole=is_function, made=not is_module)
             case types.BuiltinFunctionType():
                 self.items[path] = Identity(value)
                 if value.__self__ is not _SHARED:  # `Signature.capturing` looks at that one
@@ -338,7 +350,7 @@ class Dependencies:
 
     def _module(self, path: str, module: nn.Module) -> None:
         self.items[path] = (Identity(module), Identity(type(module)))
-        self._modules.append(module)
+        self._objects.append(module)
         if isinstance(module, torch.jit.ScriptModule):  # takes no hooks and no new attributes
             self._slots[("training",)].append(module)
             self.items[f"{path}.training"] = module.training
@@ -346,7 +358,7 @@ class Dependencies:
                 self._add(f"{path}.{name}", z)
             return
         named = self._class(type(module), whole=True)
-        fields = module.__dict__
+        fields = self._dict_of(module)
         left_out = _WALKED | self._ignored.get(module, set())
         if type(module).__module__.startswith("torch.nn."):
             left_out |= _METADATA
@@ -372,6 +384,12 @@ class Dependencies:
         """Where a module's dicts belong: one that a step writes to would have another version at every call."""
         versioned = DICTS_HAVE_VERSIONS and module is not None and not self._ignored.get(module)
         return self._versioned if versioned else self._always
+
+    def _dict_of(self, holder: Any) -> dict[str, Any]:
+        """The `__dict__` of a module or another object, which is watched: people also assign another one."""
+        self._holders.append(holder)
+        self._held.append(holder.__dict__)
+        return self._held[-1]
 
     def _entries(self, fields: dict[str, Any], kind: str, module: nn.Module | None = None) -> None:
         """A dict of a module, whose values are compared by identity; people also put another dict in its place."""
@@ -413,16 +431,19 @@ class Dependencies:
             compared += [kind for kind in _REPLACED if not fields[kind]]
         snapshot.fields[tuple(compared)].append(fields)
 
-    def _class(self, cls: type, whole: bool = False) -> bool:
+    def _class(self, cls: type, whole: bool = False, made: bool = False) -> bool:
         """Walks a class of the user's, and those that it is derived from; False for a class of a library.
 
-        whole: with all of its own attributes and methods; else with those that code names, and special methods.
+        whole: with all of its own attributes and methods; else with those that code names, and special methods. made:
+        with those that make an object, as a step may do if its code names the class.
         """
         bases = [base for base in cls.__mro__ if not is_library(base.__module__)]
         for base in bases:
             own = [n for n, v in vars(base).items() if _is_own(n, v)]
             walked = self._classes.setdefault(base, {})
             chosen = [n for n in own if n not in walked and (whole or n in self._named or n in _SPECIAL)]
+            chosen += [n for n in _MAKING if made and n not in walked and isinstance(vars(base).get(n), _CODE)]
+            self._matched.update(n for n in vars(base).get("__match_args__", ()) if isinstance(n, str))
             walked |= {n: vars(base)[n] for n in chosen}
             self._always.sized.append(vars(base))
             others = [c for c in self._classes if c.__qualname__ == base.__qualname__]
@@ -438,23 +459,31 @@ class Dependencies:
             return
         self._functions.append(f)
         self._codes.append(f.__code__)
+        self.items[f"{path} code"] = f.__code__
         self._add(f"{path} defaults", f.__defaults__, NAMED)
         self._add(f"{path} defaults by name", f.__kwdefaults__, NAMED)
         if f.__dict__:
             self._add(f"{path} attributes", f.__dict__, NAMED)
+        else:
+            self._empty.append(f.__dict__)
         for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
             try:
                 value = cell.cell_contents
             except ValueError:  # assigned later
                 continue
             self._always.cells.append(cell)
-            self._add(f"{path}: {name}", value, NAMED)
+            if name == "__class__":  # of a method that calls super(); it makes no object
+                self.items[f"{path}: {name}"] = Identity(value)
+                self._class(value)
+            else:
+                self._add(f"{path}: {name}", value, NAMED)
         self._globals(f)
 
     def _globals(self, f: types.FunctionType) -> None:
-        read = [n for n in sorted(globals_in(f.__code__)) if n in f.__globals__]
-        chosen = [n for n in read if _is_watched(f.__globals__[n])]
-        self._attributes(f"{f.__module__}", f.__globals__, chosen, NAMED)
+        read = sorted(globals_in(f.__code__))
+        self._attributes(f"{f.__module__}", f.__globals__, [n for n in read if n in f.__globals__], NAMED)
+        if undefined := frozenset(read).difference(f.__globals__):  # built-ins, and what may be defined later
+            self._undefined.append((f.__globals__.keys(), undefined))
         for name in sorted(names_in(f.__code__).difference(f.__globals__)):  # imported inside the function
             if isinstance(module := sys.modules.get(name), types.ModuleType) and not is_library(name):
                 self._add(f"module {name}", module, NAMED)
@@ -462,7 +491,7 @@ class Dependencies:
     def _python_module(self, path: str, module: types.ModuleType) -> None:
         self.items[path] = Identity(module)
         if not is_library(module.__name__):
-            chosen = [n for n in sorted(self._named) if n in vars(module) and _is_watched(vars(module)[n])]
+            chosen = [n for n in sorted(self._named) if n in vars(module)]
             self._attributes(module.__name__, vars(module), chosen, NAMED)
 
     def _method(self, path: str, method: types.MethodType, depth: int) -> None:
@@ -494,13 +523,15 @@ class Dependencies:
     def _object(self, path: str, value: Any, scope: Scope) -> None:
         """Some object: its attributes, or with `scope.named` those that code names, and its class."""
         self.items[path] = (Identity(value), Identity(type(value)))
+        self._objects.append(value)
         if scope.depth >= _DEEPEST[scope.named]:
             return
         if not scope.named and callable(value):
             self._class(type(value), whole=True)
         self._fields_of(path, value, scope)
         if not is_library(type(value).__module__):
-            slots = [n for base in type(value).__mro__ for n in getattr(base, "__slots__", ()) if hasattr(value, n)]
+            fields = chain.from_iterable(vars(base).items() for base in type(value).__mro__)
+            slots = [n for n, v in fields if isinstance(v, types.MemberDescriptorType) and hasattr(value, n)]
             if slots:
                 self._slots[tuple(slots)].append(value)
             for name in slots:
@@ -508,9 +539,9 @@ class Dependencies:
 
     def _fields_of(self, path: str, value: Any, scope: Scope) -> None:
         self._class(type(value))
-        fields = getattr(value, "__dict__", None)
-        if not isinstance(fields, dict):
+        if not isinstance(getattr(value, "__dict__", None), dict):
             return
+        fields = self._dict_of(value)
         whole = not scope.named or isinstance(value, Collection)  # whose special methods may be a library's
         chosen = [n for n in fields if whole or n in self._named or n == "__wrapped__"]  # by functools.lru_cache
         self._always.sized.append(fields)
@@ -551,8 +582,15 @@ def is_library(module: Any) -> bool:
 def names_in(code: types.CodeType) -> frozenset[str]:
     """The globals and attributes that a function's code names, also as strings, functions inside it included."""
     inner = (names_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
-    strings = (const for const in code.co_consts if isinstance(const, str) and const.isidentifier())
-    return frozenset(code.co_names).union(strings, *inner)
+    return frozenset(code.co_names).union(_words_in(code.co_consts), *inner)
+
+
+def _words_in(const: Any) -> Iterator[str]:
+    """The identifiers among the strings of a constant: `("gain", "bias")`, or the keywords of a pattern of a class."""
+    if isinstance(const, str) and const.isidentifier():
+        yield const
+    elif isinstance(const, (tuple, frozenset)):
+        yield from chain.from_iterable(map(_words_in, const))
 
 
 @functools.lru_cache(4096)
@@ -575,29 +613,23 @@ _BY_STRING = frozenset(("eval", "exec", "globals", "vars", "__dict__", "__global
 def _is_own(name: str, value: Any) -> bool:
     """Whether an attribute of a class is one that the user gave it, and not for making or printing objects."""
     if name.startswith("__"):
-        return isinstance(value, _CODE) and name in _SPECIAL
+        return name == "__match_args__" or (isinstance(value, _CODE) and name in _SPECIAL)
     return not isinstance(value, (types.MemberDescriptorType, types.GetSetDescriptorType))
 
 
 # fmt: off
-_SPECIAL = frozenset(f"__{name}__" for name in (  # methods that run without being named
-    "call", "getattr", "getattribute", "getitem", "get", "contains", "iter", "next", "len", "bool", "float", "int",
-    "index", "complex", "round", "enter", "exit", "torch_function", "eq", "ne", "lt", "le", "gt", "ge", "neg",
-    "abs", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod",
-    "pow", "rpow", "matmul", "rmatmul", "and", "or",
+_SPECIAL = frozenset(f"__{name}__" for name in (  # what runs or is read without being named
+    "call", "getattr", "getattribute", "setattr", "delattr", "getitem", "setitem", "delitem", "missing", "get", "set",
+    "delete", "contains", "iter", "next", "reversed", "len", "length_hint", "bool", "float", "int", "index", "complex",
+    "round", "trunc", "floor", "ceil", "hash", "enter", "exit", "class_getitem", "instancecheck", "subclasscheck",
+    "match_args", "torch_function", "eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert",
+    *(f"{kind}{name}" for kind in ("", "r", "i") for name in (
+        "add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "matmul", "and", "or", "xor", "lshift",
+        "rshift",
+    )),
 ))
+_MAKING = ("__new__", "__init__", "__post_init__")
 # fmt: on
-
-
-def _is_watched(value: Any) -> bool:
-    """Of the globals that code names: everything that is no built-in or part of a library."""
-    if isinstance(value, types.BuiltinFunctionType):
-        return False
-    if isinstance(value, type):
-        return not is_library(value.__module__)
-    if isinstance(value, types.ModuleType):
-        return not is_library(value.__name__)
-    return not (isinstance(value, types.FunctionType) and is_library(value.__module__ or ""))
 
 
 def plain_item(value: Any) -> Hashable:
@@ -649,6 +681,8 @@ def in_words(item: Any) -> str:
             return repr(value)
         case Identity() | (Identity(), *_):
             return "another object"
+        case types.CodeType():
+            return "other code"
         case None:
             return "nothing"
         case _:

@@ -15,7 +15,6 @@ pass 4 starts from, so that one pass 4 serves them together. Some piecewise line
 (`samplewise.py`).
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .._python_compat import signature_of
 from .._torch_compat import tree_leaves, tree_map
 from ..errors import UnsupportedError
 from ..numerics.precision import power_of_two, seed_op
@@ -136,7 +136,7 @@ def gradient_step(
 def check_loss_fn(loss_fn: Any) -> None:
     """Raises a `TypeError` if it cannot be called with three arguments, where that can be told beforehand."""
     try:
-        signature = inspect.signature(loss_fn)
+        signature = signature_of(loss_fn)
     except (TypeError, ValueError):  # not a function, or one that is not written in Python
         return
     try:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._python_compat import signature_of
 from .._torch_compat import OpOverloadPacket, arguments_of
 from .names import IN_C, is_user_defined, key_of, name_of
 
@@ -55,7 +56,7 @@ def check_options(arity: Any, reads: Any) -> None:
 
 def check_parameters(make: Callable[..., Any], func: Any) -> None:
     """Raises an error if a rule cannot be called with the output u and the operation's arguments."""
-    signature, known = inspect.signature(make), _parameters(key_of(func))
+    signature, known = signature_of(make), _parameters(key_of(func))
     required, names = known or (1, ["a"])
     bind = signature.bind if known else signature.bind_partial
     keywords = dict.fromkeys(signature.parameters.keys() & {"active", "saved"})
@@ -78,7 +79,7 @@ def _parameters(key: Any) -> tuple[int, list[str]] | None:
         first, *others = key.overloads()
         arguments = [a for a in arguments_of(getattr(key, first)) if not a.kwarg_only]
         return None if others else (sum(not a.has_default_value() for a in arguments), [a.name for a in arguments])
-    parameters = list(inspect.signature(key.forward).parameters.values())
+    parameters = list(signature_of(key.forward).parameters.values())
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return None
     parameters = parameters[key.setup_context is torch.autograd.Function.setup_context :]  # without ctx
@@ -119,9 +120,17 @@ def _operations_called_by(func: Any) -> list[str]:
         tree = ast.parse(textwrap.dedent(inspect.getsource(func)))
     except (OSError, SyntaxError, TypeError):
         return []
-    hints = {name: Tensor for name, hint in func.__annotations__.items() if hint is Tensor}
+    arguments = (node for node in ast.walk(tree) if isinstance(node, ast.arg))
+    hints = {a.arg: Tensor for a in arguments if _is_tensor(a.annotation, func.__globals__)}
     calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return sorted({name for call in calls if (name := _resolved(call, func.__globals__ | hints))})
+
+
+def _is_tensor(annotation: ast.expr | None, names: dict[str, Any]) -> bool:
+    """Whether this is the class `Tensor`, also as a string; looked up, not evaluated: names may be unknown."""
+    words = annotation.value if isinstance(annotation, ast.Constant) else annotation and ast.unparse(annotation)
+    root, *attributes = str(words).split(".")
+    return functools.reduce(lambda value, name: getattr(value, name, None), attributes, names.get(root)) is Tensor
 
 
 def _resolved(call: str, names: dict[str, Any]) -> str | None:

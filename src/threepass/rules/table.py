@@ -11,7 +11,6 @@ Operations without a rule use the generic one (`generic.py`), which is right for
 differentiate twice. A rule exists because a benchmark showed that it is faster.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._python_compat import signature_of
 from .linearity import is_affine
 from .names import IN_C, is_user_defined, key_of, name_of
 from .registration import check_operations, check_options, check_parameters
@@ -165,7 +165,7 @@ def rule(
     check_operations(functions)
 
     def register(make: Make) -> Make:
-        names = frozenset(inspect.signature(make).parameters)
+        names = frozenset(signature_of(make).parameters)
         given = names & {"active", "saved"}
         takes_active, takes_saved = "active" in given, "saved" in given
         for function in functions:
