@@ -67,7 +67,7 @@ def bytes_of_steps(mode, compile, dropout):
 @pytest.mark.parametrize(("mode", "between"), [("paper", 1), ("exact", 2)])
 def test_memory_of_traced_steps_is_that_of_block_boundaries(mode, between, dropout):
     checkpointed, whole = bytes_of_steps(mode, "trace", dropout)
-    assert checkpointed < between * 12 + 3 * 10
+    assert checkpointed < between * 12 + 3 * 10 + (5 if dropout else 0)  # five masks of one block
     assert whole > (20 if dropout else 10) * 10
 
 
