@@ -190,7 +190,7 @@ def test_a_random_sequence_of_sizes():
 
 
 class Contracting(nn.Module):
-    """Turns one of its sizes into a number. The result of a tensordot is a view of a tensor that nothing else has seen."""
+    """Turns a size into a number. The result of its tensordot is a view of a tensor that nothing else has seen."""
 
     def __init__(self):
         super().__init__()
