@@ -189,6 +189,34 @@ def test_a_random_sequence_of_sizes():
     assert len(step.compiled.programs) == 3  # the first, all others, and 1
 
 
+class Contracting(nn.Module):
+    """Turns a size into a number. The result of its tensordot is a view of a tensor that nothing else has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.weight = nn.Linear(3, 2), nn.Parameter(torch.randn(2, 1, 1))
+
+    def forward(self, x, others):
+        z = torch.tensordot(self.first(x).tanh(), self.weight, dims=([1], [0]))
+        return z.flatten(1).sin() * int(x.shape[0]) + others.sin().mean()
+
+
+@pytest.mark.usefixtures("graph_only")
+def test_a_size_that_is_fixed_beside_one_that_varies():
+    torch.manual_seed(0)
+    model = Contracting().double()
+    twin = copy.deepcopy(model)
+
+    def loss_fn(output, g, y):
+        return output.square().mean() + (g**3).sum()
+
+    step = threepass.GradientStep(model, loss_fn, wrt="x", compile="require")
+    for rows, count in ((4, 3), (6, 5), (6, 5), (6, 8), (6, 2)):
+        x = {"x": torch.randn(rows, 3).double(), "others": torch.randn(count).double()}
+        compare(step, lambda x, y: threepass.gradient_step(twin, loss_fn, x, y, wrt="x"), x, None)
+    assert [program.captured.program.symbolic is not None for program in step.compiled.programs] == [False, True]
+
+
 class Branching(nn.Linear):
     """Computes something else for large batches, and for those that three divides."""
 

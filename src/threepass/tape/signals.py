@@ -1,10 +1,13 @@
 """Signals of activations: the tangent t (or the mix) in pass 3, R{d} in the backward pass of exact mode."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .._torch_compat import no_dispatch_modes
 
 Storage = tuple[int, int | str]  # its address and size in bytes, as a string where the size is symbolic
 
@@ -16,6 +19,17 @@ def storage_of(z: Tensor) -> Storage:
 
 def _key(address: int, size: Any) -> Storage:
     return address, size if isinstance(size, int) else str(size)
+
+
+def _traced_bytes(z: Tensor, size: Any) -> Any:
+    """The symbolic size of a storage as a trace knows it: from the shape of the tensor that the storage was made for.
+
+    The storage's own is unknown to the trace, which fails on it once the symbol has become a number.
+    """
+    owner = z if z._base is None else z._base
+    known = math.prod(owner.shape) * owner.dtype.itemsize
+    with no_dispatch_modes():
+        return known if known == size else size
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +50,8 @@ class ActivationMeta:
         storage = z.untyped_storage()
         size = storage.nbytes()
         key = _key(storage._cdata, size)
+        if not isinstance(size, int):
+            size = _traced_bytes(z, size)
         return cls(token, key, size, z.shape, z.stride(), z.storage_offset(), z.dtype, z.device)
 
     def view_in(self, buffer: Tensor) -> Tensor:
