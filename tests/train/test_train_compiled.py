@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training import data, net, simple, without_times
 
 from threepass import CaptureError, UncompiledWarning
@@ -88,6 +89,30 @@ def test_the_same_numbers_without_a_compiler(settings, monkeypatch):
         warnings.simplefilter("error", UncompiledWarning)
         got = fit(normed().double(), in_double(), compile="trace", **settings)
     assert_same_run(got, fit(normed().double(), in_double(), **settings), 1e-10)
+
+
+class Checkpointed(nn.Sequential):
+    """The second layer runs under activation checkpointing, or without."""
+
+    def __init__(self, checkpointed: bool):
+        torch.manual_seed(1)
+        block = nn.Sequential(nn.Linear(36, 9), nn.Tanh(), nn.Dropout(0.4))
+        super().__init__(nn.Flatten(), block, nn.Dropout(0.2), nn.Linear(9, 3))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self[0](x)
+        a = checkpoint(self[1], a, use_reentrant=False) if self.checkpointed else self[1](a)
+        return self[3](self[2](a))
+
+
+@pytest.mark.parametrize("settings", [{"sam": 0.1, "alpha": 1.0}, {"mode": "exact", "strength": 0.1}])
+def test_checkpointed_blocks_draw_the_masks_of_those_without_checkpoints(settings):
+    settings = {"epochs": 1, "batch_size": 16, "compile": "trace", **settings}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UncompiledWarning)
+        got, expected = (fit(Checkpointed(each).double(), in_double(), **settings) for each in (True, False))
+    assert_same_run(got, expected, 1e-10)
 
 
 def test_the_same_numbers_from_inductor():
