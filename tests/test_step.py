@@ -329,6 +329,37 @@ def test_samples_along_dimension_0_are_no_mistake(model, loss_fn, x, y):
     threepass.ThreePass(model, loss_fn, strength=0.1, mode="exact")(x, y)
 
 
+class Pooled(nn.Linear):
+    """Sums the rows of x by graph."""
+
+    def forward(self, x, graph):
+        return x.new_zeros(2, self.out_features).index_add(0, graph, super().forward(x).tanh())
+
+
+def test_nodes_of_graphs_as_samples():
+    """The warning's advice gives the penalty of a mean over graphs."""
+    torch.manual_seed(0)
+    model, y = Pooled(3, 4).double(), torch.tensor([1, 3])
+    x = {"x": torch.randn(8, 3).double(), "graph": torch.arange(8) // 4}
+    step = threepass.ThreePass(model, F.cross_entropy, strength=0.1, mode="exact")
+    with pytest.warns(BatchDimensionWarning, match=r"x has 8 rows .* returned 2, .* 4 times .* Divide strength by 4,"):
+        step(x, y)
+    got = threepass.three_pass(model, F.cross_entropy, x, y, strength=0.1 / 4, mode="exact").grads
+    leaf = x["x"].clone().requires_grad_()
+    loss = F.cross_entropy(model(leaf, x["graph"]), y)
+    (g,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    of_graphs = 0.5 * (2 * g).square().sum() / 2  # dl_i/dx_i of a graph's own loss is twice the batch's
+    expected = torch.autograd.grad(loss + 0.1 * of_graphs, list(model.parameters()))
+    for ours, theirs in zip(got.values(), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+
+
+def test_alpha_and_one_target_for_each_row_are_no_mistake():
+    x = {"x": torch.randn(8, 3), "graph": torch.arange(8) // 4}
+    threepass.ThreePass(Pooled(3, 4), F.cross_entropy, mode="exact")(x, torch.tensor([1, 3]))
+    threepass.ThreePass(nn.Linear(3, 4), F.cross_entropy, strength=0.1)(torch.randn(2, 3), torch.tensor([1, 3]))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -20,6 +20,7 @@ from .core.gradient_loss import GradientOptions, GradientResult, check_loss_fn
 from .core.misuse import (
     AccumulationWatch,
     BackwardWatch,
+    warn_of_fewer_targets,
     warn_of_labels,
     warn_of_masks,
     warn_of_samples_along_dimension_1,
@@ -286,7 +287,8 @@ class ThreePass(_TrainingStep):
             return
         self._is_first = False
         warn_of_sum(self.model, self.loss_fn, x, y, r.output, r.loss)
-        warn_of_samples_along_dimension_1(self.model, x, y)
+        if not warn_of_samples_along_dimension_1(self.model, x, y):
+            warn_of_fewer_targets(self.model, x, y, r.output, options)
         if options.input_at is None and options.wrt is None:
             warn_of_masks(self.model, x)
             warn_of_labels(self.model, x)

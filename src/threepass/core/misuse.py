@@ -18,6 +18,7 @@ from ..errors import (
 )
 from ..tape.inputs import is_float
 from ..tape.state import random_state, set_random_state
+from .options import Options
 from .warn import warn_once
 
 FAR = -1e4  # additive masks have this value or less at masked positions
@@ -172,24 +173,44 @@ def _is_mask(name: Any, z: Tensor) -> bool:
     return "mask" in str(name) or bool(((z == 0) | (z == 1) | (z <= FAR)).all())
 
 
-def warn_of_samples_along_dimension_1(model: nn.Module, x: Any, y: Any) -> None:
+def warn_of_samples_along_dimension_1(model: nn.Module, x: Any, y: Any) -> bool:
     """Warns if x is a batch of sequences whose dimension 1 is the batch, as for nn.LSTM without batch_first.
 
-    It does if there are as many targets as dimension 1 has entries, or if the model begins with such a module. Checks
-    only an x that is one tensor.
+    It does, and returns True, if there are as many targets as dimension 1 has entries, or if the model begins with such
+    a module. Checks only an x that is one tensor.
     """
     first, *others = tree_leaves(dict(x) if isinstance(x, Mapping) else x)
     if others or first.dim() != (3 if first.is_floating_point() else 2):
-        return  # not sequences of features or of tokens
+        return False  # not sequences of features or of tokens
     length, samples = first.shape[:2]
     by_targets = isinstance(y, Tensor) and y.dim() > 0 and len(y) == samples and length > 1
-    if length != samples and (by_targets or _is_sequence_first(model)):
+    is_mistaken = length != samples and (by_targets or _is_sequence_first(model))
+    if is_mistaken:
         warn_once(
             model,
             f"x has shape {tuple(first.shape)}, and dimension 1 seems to be the batch dimension ({samples} samples). "
             "Dimension 0 is taken as the batch dimension, so the effective strength and the input loss are "
             f"{length / samples:.3g} times as large. Pass x with samples first: use batch_first=True, or transpose x "
             "in the model's forward",
+            BatchDimensionWarning,
+        )
+    return is_mistaken
+
+
+def warn_of_fewer_targets(model: nn.Module, x: Any, y: Any, output: Any, options: Options) -> None:
+    """Warns if a penalty per sample counts rows of x that are not the samples, as the nodes of a batch of graphs."""
+    if options.penalty != "l2" or (options.strength is None and options.reduction != "sample"):
+        return  # with alpha, the gradient of the batch's loss is weighted as a whole
+    rows = next(len(z) for z in tree_leaves(dict(x) if isinstance(x, Mapping) else x) if isinstance(z, Tensor))
+    has_one_each = all(isinstance(z, Tensor) and z.dim() > 0 for z in (output, y)) and len(output) == len(y)
+    if has_one_each and 0 < len(y) < rows:
+        ratio = rows / len(y)
+        warn_once(
+            model,
+            f"x has {rows} rows along dimension 0, but the model returned {len(y)}, one for each target, as for the "
+            "nodes of a batch of graphs. Rows of x are treated as samples, so the penalty and the input loss are "
+            f"{ratio:.3g} times those of a mean over the {len(y)} targets. Divide strength by {ratio:.3g}, or write "
+            "the penalty yourself with threepass.gradient_step: docs/gradient-losses.md has an example",
             BatchDimensionWarning,
         )
 
