@@ -1,6 +1,6 @@
 """A force field for ethanol, trained on energies and forces of GFN2-xTB: `GradientStep` against double backward.
 
-    python examples/05_forces.py [--quick] [--epochs 60] [--out FILE]
+    python examples/05_forces.py [--quick] [--epochs 60] [--seed 0] [--out FILE]
 
 The energy is a SchNet-like net of the atoms' distances, the forces are minus its gradient. Both engines start from the
 same weights and take turns, an epoch each; times are CPU times. --quick: two eager epochs on a part of the data. The
@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--data", type=Path, default=Path(__file__).parent / "data" / "ethanol.npz")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the batches")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     epochs, count, batch = (2, 100, 16) if given.quick else (given.epochs, 1500, 32)
@@ -112,7 +113,7 @@ def main() -> None:
     shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     train, test = ([z[rows] for z in data] for rows in (shuffled[:cut], shuffled[cut:]))
 
-    torch.manual_seed(0)
+    torch.manual_seed(given.seed)
     first, second = (lambda model: (model, copy.deepcopy(model)))(Energy(numbers))
     updates = epochs * cut // batch
     trainers = {
@@ -121,7 +122,7 @@ def main() -> None:
     }
     history: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
     for epoch in range(1, epochs + 1):
-        order = torch.randperm(cut, generator=torch.Generator().manual_seed(epoch))
+        order = torch.randperm(cut, generator=torch.Generator().manual_seed(1000 * given.seed + epoch))
         for name, trainer in trainers.items():
             trainer.epoch(train, order, batch)
             if epoch % 3 and epoch not in (1, epochs):
@@ -134,7 +135,14 @@ def main() -> None:
                 flush=True,
             )
     if given.out is not None:
-        settings = {"epochs": epochs, "batch": batch, "train": cut, "test": count - cut, "torch": torch.__version__}
+        settings = {
+            "seed": given.seed,
+            "epochs": epochs,
+            "batch": batch,
+            "train": cut,
+            "test": count - cut,
+            "torch": torch.__version__,
+        }
         given.out.write_text(json.dumps({"settings": settings, "history": history}, indent=1) + "\n")
 
 

@@ -1,6 +1,6 @@
 """The signed distance of a plane shape from points on its outline, by the Eikonal equation |df/dx| = 1.
 
-    python examples/06_distance.py [--quick] [--steps 1000] [--out FILE]
+    python examples/06_distance.py [--quick] [--steps 1000] [--seed 0] [--out FILE]
 
 f is 0 on the outline, its gradient there is the normal, and its length is 1 everywhere. `GradientStep` and double
 backward start from the same weights and take turns; times are CPU times. --quick: twenty eager steps.
@@ -88,11 +88,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of what is drawn at each step")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     steps, points = (20, 100) if given.quick else (given.steps, 1000)
 
-    torch.manual_seed(0)
+    torch.manual_seed(given.seed)
     models = {"double backward": siren()}
     models["threepass"] = copy.deepcopy(models["double backward"])
     gradient_step = threepass.GradientStep(models["threepass"], loss_fn, compile=not given.quick)
@@ -119,7 +120,7 @@ def main() -> None:
                 print(f"{step:5} {name:<16} {seconds[name]:6.1f} s   mean error of f {error:.4f}", flush=True)
     if given.out is not None:
         fields = {name: [[round(v, 3) for v in row] for row in picture(m)[0].tolist()] for name, m in models.items()}
-        settings = {"steps": steps, "points": 2 * points, "torch": torch.__version__}
+        settings = {"seed": given.seed, "steps": steps, "points": 2 * points, "torch": torch.__version__}
         given.out.write_text(json.dumps({"settings": settings, "history": history, "fields": fields}) + "\n")
 
 

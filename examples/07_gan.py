@@ -1,6 +1,6 @@
 """A small GAN on MNIST with R1 at every step: `GradientStep` against double backward.
 
-    python examples/07_gan.py FOLDER [--quick] [--steps 1500] [--out FILE]
+    python examples/07_gan.py FOLDER [--quick] [--steps 1500] [--seed 0] [--out FILE]
 
 FOLDER has MNIST (`threepass data mnist --download` makes one); --quick does without: ten eager steps on scikit-learn's
 digits. The discriminator's loss on real images is softplus(-D) + gamma/2 |dD/dx|^2. Both engines start from the same
@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("folder", nargs="?")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of what is drawn at each step")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if given.folder is None and not given.quick:
@@ -112,7 +113,7 @@ def main() -> None:
     images = real_images(given.folder)
     train, other = images[count:], images[:count]
 
-    torch.manual_seed(0)
+    torch.manual_seed(given.seed)
     nets = generator(), discriminator()
     gans = {name: Gan(copy.deepcopy(nets), name, not given.quick) for name in ("double backward", "threepass")}
     history: dict[str, list[dict[str, float]]] = {name: [] for name in gans}
@@ -127,7 +128,7 @@ def main() -> None:
                 print(f"{step:5} {name:<16} {gan.seconds:6.1f} s   Frechet distance {score:6.2f}", flush=True)
     if given.out is not None:
         samples = {name: _as_text(gan.images(32)) for name, gan in gans.items()}
-        settings = {"steps": steps, "batch": BATCH, "gamma": GAMMA, "torch": torch.__version__}
+        settings = {"seed": given.seed, "steps": steps, "batch": BATCH, "gamma": GAMMA, "torch": torch.__version__}
         given.out.write_text(json.dumps({"settings": settings, "history": history, "samples": samples}) + "\n")
 
 

@@ -64,10 +64,11 @@ def bytes_of_steps(mode, compile, dropout):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize(("mode", "between"), [("paper", 1), ("exact", 3)])
+@pytest.mark.parametrize(("mode", "between"), [("paper", 1), ("exact", 2)])
 def test_memory_of_traced_steps_is_that_of_block_boundaries(mode, between, dropout):
     checkpointed, whole = bytes_of_steps(mode, "trace", dropout)
-    assert checkpointed < between * 12 + 3 * 10
+    masks = 5 if dropout else 0  # of one block
+    assert checkpointed < between * 12 + 3 * 10 + masks
     assert whole > (20 if dropout else 10) * 10
 
 

@@ -152,7 +152,7 @@ def test_a_rule_names_its_operation():
 
 
 def test_wrong_options_are_refused():
-    with pytest.raises(ValueError, match=r'reads must be "a" \(the arguments\) or "u" \(the output\), got \'output\''):
+    with pytest.raises(ValueError, match=r'reads must be "a" \(.*\), "u" \(.*\) or "shapes" \(.*\), got \'output\''):
         threepass.rule(torch.erf, reads="output")
     for arity in (0, "two", None):
         with pytest.raises(ValueError, match=r"arity must be a positive integer .*, got"):

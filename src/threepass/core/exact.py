@@ -33,7 +33,8 @@ class Propagated(Protocol):
     @property
     def op(self) -> Operation: ...
     @property
-    def d(self) -> Sequence[Tensor | None]: ...
+    def curves(self) -> bool:
+        """Whether it adds to R{d} of its arguments where that of its outputs is zero."""
 
     def pull(self, r: list[Tensor | None], gradients: Gradients, wanted: bool) -> list[Tensor | None]:
         """R{d} of the active arguments from r, that of the outputs, if it is wanted; adds products to the gradients."""
@@ -55,7 +56,7 @@ def backward_again(
         step = steps.pop()
         try:
             r = [signals.take(u) for u in step.op.outputs]
-            if all(e is None for e in (*step.d, *r)):
+            if not step.curves and all(s is None for s in r):
                 continue
             wanted = any(tape.needs_error(z) for _, z in step.op.active)
             for (_, z), s in zip(step.op.active, step.pull(r, gradients, wanted), strict=True):

@@ -16,6 +16,7 @@ from ..tape.operation import Operation
 from ..tape.record import Record
 from ..tape.replay import as_recorded
 from ..tape.signals import ActivationMeta, Signals
+from ..tracing import is_for_compiler
 from .exact import Propagated, backward_again
 from .gradients import Gradients
 from .plan import Operand, Plan
@@ -36,7 +37,7 @@ class Errors(NamedTuple):
 
 def errors_from(tape: Record, plan: Plan, u: Tensor, d: Tensor) -> tuple[list[Tensor], dict[Operation, Errors]]:
     """The errors of the inputs and of operations, from the error d of the output u."""
-    ops = [op for op in reversed(tape.operations) if op.weights or (plan.exact and op.needs_error)]
+    ops = [op for op in reversed(tape.operations) if _keeps_error(op, plan)]
     leaves = [leaf for _, leaf, _ in tape.inputs]
     wanted: list[Any] = [*leaves, *(z for op in ops for z in (*op.error_edges, *(leaf for _, leaf in op.leaves)))]
     with tape.recomputing():
@@ -51,6 +52,13 @@ def errors_from(tape: Record, plan: Plan, u: Tensor, d: Tensor) -> tuple[list[Te
     return dx, errors
 
 
+def _keeps_error(op: Operation, plan: Plan) -> bool:
+    """Whether a later pass reads the error from pass 2."""
+    if plan.exact and isinstance(op, Block) and op.gets_error:
+        return False
+    return bool(op.weights) or (plan.exact and op.needs_error)
+
+
 def propagate(
     tape: Record, signals: Signals, errors: dict[Operation, Errors], gradients: Gradients, keep: bool = False
 ) -> list[Propagated]:
@@ -60,14 +68,14 @@ def propagate(
     """
     plan = gradients.plan
     steps: list[Propagated] = []
-    recomputed: dict[ActivationMeta, Tensor] = {}  # outputs of blocks
+    between = BetweenBlocks({}, {})
     for op in tape.consume():
         out = None
         try:
             t = [signals.get(z) for _, z in op.active]
             d = errors.pop(op, None)
             step: Propagation | BlockPropagation
-            step = BlockPropagation(op, d, t, recomputed) if isinstance(op, Block) else Propagation(op, d, t)
+            step = BlockPropagation(op, d, t, between) if isinstance(op, Block) else Propagation(op, d, t)
             out = step.forward(gradients)
             if keep:
                 steps.append(step)
@@ -75,8 +83,8 @@ def propagate(
             tape.record_error(op, error)
         for z in op.last_reads:
             signals.put(z, None)
-            if recomputed:
-                recomputed.pop(z, None)
+            if between.outputs:
+                between.outputs.pop(z, None)
         if op.pushes and plan.case.carried is not None:
             for u, s in zip(op.outputs, out or [u.zeros() for u in op.outputs], strict=True):
                 signals.put(u, s)
@@ -86,11 +94,12 @@ def propagate(
 class Propagation:
     """u = op(a; p) with the errors d of u and the tangents t of a: by its fast rule, or by the generic one."""
 
-    __slots__ = ("d", "linearization", "op", "s", "t", "weight_grads")
+    __slots__ = ("curved", "d", "linearization", "op", "s", "t", "weight_grads")
 
     def __init__(self, op: Operation, errors: Errors | None, t: Tensors):
         self.op, self.t = op, t
         self.d, self.weight_grads = errors or Errors([None] * len(op.outputs), [])
+        self.curved: Tensor | None = None  # the term of the second derivative, where pass 3 has computed it
         self.linearization = lin = op.linearize()
         self.s = None if lin is None or lin.signal is None or t[0] is None else lin.tangent(t[0])  # of the signal
 
@@ -102,21 +111,29 @@ class Propagation:
             return has_flat_rule or (self.linearization.pull is not None and self.linearization.curve is None)
         return not self.op.weights and is_affine(self.op.func)
 
+    @property
+    def curves(self) -> bool:
+        """Whether there is a term of the second derivative, or what it is computed from."""
+        return self.curved is not None or any(e is not None for e in self.d)
+
     def forward(self, gradients: Gradients) -> Tensors | None:
         """Pass 3 at this operation: adds the weights' gradients, and returns the tangents of u if they are needed.
 
-        d and t are freed as soon as they can be: in exact mode, a nonlinear operation keeps them for the backward pass.
+        d and t are freed as soon as they can be. Of a nonlinear operation, exact mode keeps the term of the second
+        derivative in their place, which is half as much, where a rule gives that term alone.
         """
         plan = gradients.plan
         case = plan.case
-        is_last_use = not plan.exact or self.is_affine
-        if is_last_use and case.error_freed_first:
+        is_nonlinear = plan.exact and not self.is_affine
+        if not is_nonlinear and case.error_freed_first:
             self._use_error(gradients)
         out = self.push(plan) if case.carried is not None and self.op.pushes else None
-        if is_last_use:
-            if not case.error_freed_first:
-                self._use_error(gradients)
-            self.t, self.s = [None] * len(self.t), None
+        if is_nonlinear:
+            if not self._curves_alone or is_for_compiler():  # kernels of compiled steps add the term to that of `pull`
+                return out
+            self.curved = self._curvature()
+        self._use_error(gradients)
+        self.t, self.s = [None] * len(self.t), None
         return out
 
     def push(self, plan: Plan) -> Tensors:
@@ -147,7 +164,8 @@ class Propagation:
 
     def pull(self, r: Tensors, gradients: Gradients, wanted: bool) -> Tensors:
         """Exact mode: R{d} of a from r, the R{d} of u; adds R{d} (x) a, and pass 3's products if they are not yet."""
-        if self.linearization is not None and self.linearization.pull is not None:
+        if self._curves_alone:
+            assert self.linearization is not None
             return [self._pull(self.linearization, r[0], gradients, wanted)]
         if self.linearization is not None and self.linearization.bend is not None:
             pulled = self.linearization.bend(r, self.d, self._by_position()) if wanted else [None] * self.op.arity
@@ -160,7 +178,19 @@ class Propagation:
     def free_signals(self) -> None:
         """Frees d and t: from here on the operation is its Jacobian, and `pull` adds no curvature."""
         self.d, self.weight_grads = [None] * len(self.d), []
-        self.t, self.s = [None] * len(self.t), None
+        self.t, self.s, self.curved = [None] * len(self.t), None, None
+
+    @property
+    def _curves_alone(self) -> bool:
+        """Whether the rule computes the term of the second derivative apart from the Jacobian's."""
+        return self.linearization is not None and self.linearization.pull is not None
+
+    def _curvature(self) -> Tensor | None:
+        """The term of the second derivative in R{d} of a."""
+        (d, *_), (t, *_) = self.d, self.t
+        if self.linearization is None or self.linearization.curve is None or d is None or t is None:
+            return None
+        return self.linearization.curve(d, t, *self.weight_grads)
 
     def _use_error(self, gradients: Gradients) -> None:
         if self.op.weights:
@@ -175,10 +205,10 @@ class Propagation:
         if not wanted:
             return None
         pulled = None if r is None or lin.pull is None else lin.pull(r)
-        if lin.curve is not None and self.d[0] is not None and self.t[0] is not None:
-            curved = lin.curve(self.d[0], self.t[0], *self.weight_grads)
-            pulled = curved if pulled is None else pulled + curved
-        return pulled
+        curved = self._curvature() if self.curved is None else self.curved
+        if pulled is None or curved is None:
+            return curved if pulled is None else pulled
+        return pulled + curved
 
     def _add_generic(self, gradients: Gradients, backprop: Tensors, third: Tensors) -> None:
         for (_, weight), b, g in zip(self.op.weights, backprop, third, strict=True):
@@ -190,27 +220,42 @@ class Propagation:
         return [given.get(i) for i in range(self.op.arity)]
 
 
+class BetweenBlocks(NamedTuple):
+    """What the checkpointed blocks of a tape give to one another, because it is not kept since passes 1 and 2.
+
+    outputs: recomputed in pass 3; errors: in the backward pass of exact mode, of the blocks that get them so.
+    """
+
+    outputs: dict[ActivationMeta, Tensor]
+    errors: dict[ActivationMeta, Tensor]
+
+
 class BlockPropagation:
     """Pass 3 and, in exact mode, the backward pass after it, through a checkpointed block (`tape/checkpointed.py`)."""
 
-    __slots__ = ("d", "op", "recomputed", "t")
+    __slots__ = ("between", "d", "op", "t")
 
-    def __init__(
-        self, op: Block, errors: Errors | None, t: list[Tensor | None], recomputed: dict[ActivationMeta, Tensor]
-    ):
-        self.op, self.t, self.recomputed = op, t, recomputed
+    def __init__(self, op: Block, errors: Errors | None, t: list[Tensor | None], between: BetweenBlocks):
+        self.op, self.t, self.between = op, t, between
         self.d: list[Tensor | None] = [None] if errors is None else errors.d
+
+    @property
+    def curves(self) -> bool:
+        return self.d[0] is not None or self.op.outputs[0] in self.between.errors
 
     def forward(self, gradients: Gradients) -> list[Tensor | None]:
         """The tangent of the output; in paper mode also adds the weights' gradients, by the errors inside the block."""
         (d,) = self.d
-        if d is None:  # the loss does not depend on it
+        if d is None and not self.op.gets_error:  # the loss does not depend on it
             return [None]
         inner, u = self._recorded()
         output = inner.meta_of(u)
-        errors = {} if gradients.plan.exact else errors_from(inner, gradients.plan, u, recompute_from(d))[1]
+        errors = {}
+        if not gradients.plan.exact:
+            assert d is not None  # blocks get their errors from others in exact mode alone
+            errors = errors_from(inner, gradients.plan, u, recompute_from(d))[1]
         if self.op.is_read_by_block:
-            self.recomputed[self.op.outputs[0]] = u.detach()
+            self.between.outputs[self.op.outputs[0]] = u.detach()
         del u
         signals = self._signals(inner)
         propagate(inner, signals, errors, gradients)
@@ -221,13 +266,14 @@ class BlockPropagation:
 
     def pull(self, r: list[Tensor | None], gradients: Gradients, wanted: bool) -> list[Tensor | None]:
         """Exact mode: R{d} of the arguments from that of the output; adds all products inside the block."""
-        (d,) = self.d
+        d = self.between.errors.pop(self.op.outputs[0], self.d[0])
         if d is None:
             return [None] * len(self.op.active)
         inner, u = self._recorded()
         inner.needs_input_errors = wanted
         start = [] if r[0] is None else [(inner.meta_of(u), r[0])]
-        _, errors = errors_from(inner, gradients.plan, u, recompute_from(d))
+        dx, errors = errors_from(inner, gradients.plan, u, recompute_from(d))
+        self._pass_errors(dx)
         check_hooks(inner, 'use mode="paper", or remove the hook')
         del u
         steps = propagate(inner, self._signals(inner), errors, gradients, keep=True)
@@ -235,10 +281,17 @@ class BlockPropagation:
         raise_problems(inner)
         return pulled
 
+    def _pass_errors(self, dx: list[Tensor]) -> None:
+        """Gives the errors of the block's arguments to the blocks that computed these, and kept no error."""
+        errors = self.between.errors
+        for (_, z), e in zip(self.op.active, dx, strict=True):
+            if z in self.op.passes_error:
+                errors[z] = errors[z] + e if z in errors else e
+
     def _recorded(self) -> tuple[Record, Tensor]:
         """The block's operations on a tape of their own, and its output."""
         block, inner = self.op, Record(self.op.autocast[0])
-        values = block.arguments(self.recomputed)
+        values = block.arguments(self.between.outputs)
         with torch.enable_grad():
             for i, _ in block.active:
                 values[i] = inner.add_input(recompute_from(values[i]))

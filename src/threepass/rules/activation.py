@@ -76,6 +76,22 @@ def softplus(u: Tensor, a: Tensor, beta: float = 1, threshold: float = 20) -> Li
     )
 
 
+@rule(torch.softmax, Tensor.softmax, reads="u")
+def softmax(u: Tensor, a: Tensor, dim: int, dtype: torch.dtype | None = None) -> Linearization:
+    """J z = u (z - <u, z>), symmetric; d/da <d, J t> = J (d t - d <u, t> - t <u, d>)"""
+    exact = accumulate_dtype(u.dtype)
+
+    def jacobian(z: Tensor) -> Tensor:
+        return _torch_compat.softmax_backward(as_dtype(z, u.dtype), u, dim, u.dtype)
+
+    def curve(d: Tensor, t: Tensor) -> Tensor:
+        wide, d, t = u.to(exact), d.to(exact), t.to(exact)
+        of_t, of_d = ((wide * z).sum(dim, keepdim=True) for z in (t, d))
+        return as_dtype(_torch_compat.softmax_backward(d * (t - of_t) - t * of_d, wide, dim, exact), a.dtype)
+
+    return Linearization(push=jacobian, pull=lambda r: as_dtype(jacobian(r), a.dtype), curve=curve)
+
+
 def _of_kind(kind: str, a: Tensor) -> Linearization:
     """An activation that has a kernel: with the term of f'' as one operation, which a captured step finds."""
     f = KINDS[kind]

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from .activation import smooth
-from .table import Linearization, Signal, rule, times
+from .table import Linearization, Signal, rule, times, to_dtype_of
 
 
-@rule(torch.add, Tensor.add, arity=2)
+@rule(torch.add, Tensor.add, arity=2, reads="shapes")
 def add(
     u: Tensor, a: Tensor | float, other: Tensor | float, *, alpha: float = 1, active: Sequence[int] = (0,)
 ) -> Linearization | None:
@@ -19,7 +19,7 @@ def add(
     return None if u.is_complex() else _weighted_sum(u, (a, other), (1, alpha), active)
 
 
-@rule(torch.sub, Tensor.sub, arity=2)
+@rule(torch.sub, Tensor.sub, arity=2, reads="shapes")
 def sub(
     u: Tensor, a: Tensor | float, other: Tensor | float, *, alpha: float = 1, active: Sequence[int] = (0,)
 ) -> Linearization | None:
@@ -27,7 +27,7 @@ def sub(
     return None if u.is_complex() else _weighted_sum(u, (a, other), (1, -alpha), active)
 
 
-@rule(torch.rsub, arity=2)
+@rule(torch.rsub, arity=2, reads="shapes")
 def rsub(
     u: Tensor, a: Tensor, other: Tensor | float, *, alpha: float = 1, active: Sequence[int] = (0,)
 ) -> Linearization | None:
@@ -50,7 +50,7 @@ def _weighted_sum(
     def pulled(i: int, r: Tensor) -> Tensor:
         z = terms[i]
         assert isinstance(z, Tensor)
-        return times(factors[i], r.sum_to_size(z.shape).to(z))  # a number on the CPU beside a CUDA tensor: to the CPU
+        return times(factors[i], to_dtype_of(z, r.sum_to_size(z.shape)))
 
     if len(active) == 2:
         return Linearization(
@@ -64,7 +64,7 @@ def _weighted_sum(
     return Linearization(push=push, pull=partial(pulled, active[0]), add=add)
 
 
-@rule(torch.mul, Tensor.mul, torch.multiply, Tensor.multiply, arity=2, bilinear=True)
+@rule(torch.mul, Tensor.mul, torch.multiply, Tensor.multiply, arity=2, bilinear=True, reads="shapes")
 def mul(u: Tensor, a: Tensor | float, other: Tensor | float, *, active: Sequence[int] = (0,)) -> Linearization | None:
     """u = a b: t -> t_a b + a t_b, R{d_a} = R{d} b + d t_b, and likewise for b; broadcast dimensions are summed."""
     if u.is_complex():
@@ -75,6 +75,8 @@ def mul(u: Tensor, a: Tensor | float, other: Tensor | float, *, active: Sequence
         return _scaled(u, z, w)
     assert isinstance(a, Tensor)
     assert isinstance(other, Tensor)
+    if a.is_meta or other.is_meta:
+        return None
     b = other
 
     def push(t_a: Tensor | None, t_b: Tensor | None = None) -> Tensor:
@@ -113,7 +115,9 @@ def _add_product(total: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return total.addcmul_(x, y) if fits and total.dim() >= y.dim() else torch.addcmul(total, x, y)
 
 
-@rule(torch.div, Tensor.div, torch.divide, Tensor.divide, torch.true_divide, Tensor.true_divide, arity=2)
+@rule(
+    torch.div, Tensor.div, torch.divide, Tensor.divide, torch.true_divide, Tensor.true_divide, arity=2, reads="shapes"
+)  # fmt: skip
 def div(u: Tensor, a: Tensor | float, other: Tensor | float, *, active: Sequence[int] = (0,)) -> Linearization | None:
     """u = a / b: t -> (t_a - u t_b) / b, R{d_a} = R{d / b}, R{d_b} = -R{d u / b}; broadcast dimensions are summed."""
     if u.is_complex() or not isinstance(a, Tensor) or not u.is_floating_point():
@@ -121,7 +125,7 @@ def div(u: Tensor, a: Tensor | float, other: Tensor | float, *, active: Sequence
     if not isinstance(other, Tensor) or 1 not in active:
         b = other
         return Linearization(push=lambda t, _=None: (t / b).to(u.dtype), pull=lambda r: (r / b).sum_to_size(a.shape))
-    return _quotient(a, other, active)
+    return None if a.is_meta or other.is_meta else _quotient(a, other, active)
 
 
 def _quotient(a: Tensor, b: Tensor, active: Sequence[int]) -> Linearization:

@@ -82,7 +82,7 @@ def _contract(terms: Sequence[Term], out: str) -> Tensor:
     return torch.einsum(f"{','.join(k for k, _ in terms)}->{out}", *(z for _, z in terms))
 
 
-@rule(torch.einsum, arity=3, bilinear=True)
+@rule(torch.einsum, arity=3, bilinear=True, reads="shapes")
 def einsum(u: Tensor, equation: str, *operands: Tensor, active: Sequence[int] = (1,)) -> Linearization | None:
     """Of one or two operands, as `einsum_in_pairs` gives them."""
     left, _, out = equation.partition("->")
@@ -98,7 +98,7 @@ def einsum(u: Tensor, equation: str, *operands: Tensor, active: Sequence[int] = 
 
 @rule(
     torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm, torch.mv, Tensor.mv,
-    arity=2, bilinear=True,
+    arity=2, bilinear=True, reads="shapes",
 )  # fmt: skip
 def matmul(u: Tensor, a: Tensor, b: Tensor, *, active: Sequence[int] = (0,)) -> Linearization | None:
     """u = a b, with a: (..., i, j) or (j), b: (..., j, k) or (j)."""
@@ -111,19 +111,19 @@ def matmul(u: Tensor, a: Tensor, b: Tensor, *, active: Sequence[int] = (0,)) -> 
     return _product(u, out, [(left, a), (right, b)], active)
 
 
-@rule(torch.outer, Tensor.outer, torch.ger, Tensor.ger, arity=2, bilinear=True)
+@rule(torch.outer, Tensor.outer, torch.ger, Tensor.ger, arity=2, bilinear=True, reads="shapes")
 def outer(u: Tensor, a: Tensor, b: Tensor, *, active: Sequence[int] = (0,)) -> Linearization | None:
     return None if u.is_complex() else _product(u, "ij", [("i", a), ("j", b)], active)
 
 
-def _product(u: Tensor, out: str, terms: list[Term], active: Sequence[int], before: int = 0) -> Linearization:
+def _product(u: Tensor, out: str, terms: list[Term], active: Sequence[int], before: int = 0) -> Linearization | None:
     """The sum of the products of one or two terms, of which `active` depend on the input.
 
     before: how many arguments the call has before the terms.
     """
     factors = [(letters, z.to(u.dtype)) for letters, z in terms]
     if len(active) == 2:
-        return _of_two_activations(out, factors, before)
+        return None if any(z.is_meta for _, z in terms) else _of_two_activations(out, factors, before)
     (letters, a), rest = factors[active[0]], [factor for i, factor in enumerate(factors) if i != active[0]]
     weights = [term for i, term in enumerate(terms) if i != active[0]]
     return Linearization(

@@ -42,8 +42,11 @@ def check_operations(functions: Sequence[Any]) -> None:
 
 
 def check_options(arity: Any, reads: Any) -> None:
-    if reads not in ("a", "u"):
-        raise ValueError(f'reads must be "a" (the arguments) or "u" (the output), got {reads!r}')
+    if reads not in ("a", "u", "shapes"):
+        raise ValueError(
+            'reads must be "a" (the contents of the arguments), "u" (those of the output) or "shapes" (no contents), '
+            f"got {reads!r}"
+        )
     if not isinstance(arity, int) or arity < 1:
         raise ValueError(
             f"arity must be a positive integer (how many arguments may depend on the input), got {arity!r}"

@@ -37,6 +37,7 @@ __all__ = [
     "rule",
     "rule_for",
     "times",
+    "to_dtype_of",
 ]
 
 Signal = list[Tensor | None]
@@ -140,9 +141,12 @@ def rule(
     Args:
         functions: the operations that the rule is for.
         arity: how many of the first arguments may depend on the input; if others do, the generic rule is used.
-        reads: "a": the rule reads its arguments, and of u only shape and dtype; "u": it reads u, and of the first
-            argument only shape and dtype (the mask of a ReLU can be read from either). A rule with "u" must accept
-            every call.
+        reads: what of the arguments that depend on the input is kept until the rule is used. "a": their contents; of u
+            the rule reads only shape and dtype. "u": the contents of u, and of the first argument only shape and dtype
+            (the mask of a ReLU can be read from either); such a rule must accept every call. "shapes": of u and the
+            arguments only shape and dtype. These arguments are then tensors on the device "meta", unless they have no
+            dimensions; the rule is asked as soon as the call was made, and may return None for a call of which it
+            needs more.
         flat: the operation is affine, or piecewise affine, in all active arguments together: its second derivative is
             zero. The rule returns a `pull` without a `curve`, or a `bend` that uses neither d nor t, and exact mode
             does not keep the output's error. Not needed for torch operations listed in `linearity.py`.
@@ -187,6 +191,11 @@ def rule_for(func: Callable[..., Any]) -> Rule | None:
 def has_symbolic_shape(z: Tensor) -> bool:
     """Whether a trace with dynamic shapes is at work on this tensor."""
     return any(isinstance(size, torch.SymInt) for size in z.shape)
+
+
+def to_dtype_of(argument: Tensor, error: Tensor) -> Tensor:
+    """An argument's error in its dtype; of a number, on its device too: it may be on the CPU beside CUDA tensors."""
+    return error.to(argument) if argument.dim() == 0 else error.to(argument.dtype)
 
 
 def times(factor: float, z: Tensor) -> Tensor:

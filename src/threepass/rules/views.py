@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from .. import _torch_compat
-from .table import Linearization, Signal, rule
+from .table import Linearization, Signal, rule, to_dtype_of
 
 MOST = 64  # tensors that a rule joins at most; longer lists use the generic rule
 
 
 @rule(
     torch.reshape, Tensor.reshape, Tensor.view, torch.flatten, Tensor.flatten, torch.squeeze, Tensor.squeeze,
-    torch.unsqueeze, Tensor.unsqueeze, torch.unflatten, Tensor.unflatten,
+    torch.unsqueeze, Tensor.unsqueeze, torch.unflatten, Tensor.unflatten, reads="shapes",
 )  # fmt: skip
 def reshape(u: Tensor, a: Tensor, *shape, **names) -> Linearization | None:
     """The same entries in another shape."""
@@ -23,12 +23,12 @@ def reshape(u: Tensor, a: Tensor, *shape, **names) -> Linearization | None:
     return Linearization(push=lambda t: t.reshape(u.shape), pull=lambda r: r.reshape(a.shape))
 
 
-@rule(torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes)
+@rule(torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes, reads="shapes")
 def transpose(u: Tensor, a: Tensor, dim0: int, dim1: int) -> Linearization:
     return Linearization(push=lambda t: t.transpose(dim0, dim1), pull=lambda r: r.transpose(dim0, dim1))
 
 
-@rule(torch.permute, Tensor.permute)
+@rule(torch.permute, Tensor.permute, reads="shapes")
 def permute(u: Tensor, a: Tensor, *places, dims=None) -> Linearization:
     given = dims or (places[0] if places and isinstance(places[0], (tuple, list)) else places)
     order = [i % a.dim() for i in given]
@@ -36,7 +36,7 @@ def permute(u: Tensor, a: Tensor, *places, dims=None) -> Linearization:
     return Linearization(push=lambda t: t.permute(order), pull=lambda r: r.permute(back))
 
 
-@rule(torch.diagonal, Tensor.diagonal)
+@rule(torch.diagonal, Tensor.diagonal, reads="shapes")
 def diagonal(u: Tensor, a: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Linearization:
     def pull(r: Tensor) -> Tensor:
         return torch.diagonal_scatter(r.new_zeros(a.shape), r, offset, dim1, dim2)
@@ -44,12 +44,12 @@ def diagonal(u: Tensor, a: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
     return Linearization(push=lambda t: t.diagonal(offset, dim1, dim2), pull=pull)
 
 
-@rule(Tensor.expand, Tensor.expand_as)
+@rule(Tensor.expand, Tensor.expand_as, reads="shapes")
 def expand(u: Tensor, a: Tensor, *shape) -> Linearization:
     return Linearization(push=lambda t: t.expand(u.shape), pull=lambda r: r.sum_to_size(a.shape))
 
 
-@rule(Tensor.repeat)
+@rule(Tensor.repeat, reads="shapes")
 def repeat(u: Tensor, a: Tensor, *counts) -> Linearization:
     shape = [1] * (u.dim() - a.dim()) + list(a.shape)
     split = [n for size, whole in zip(shape, u.shape, strict=True) for n in (whole // max(size, 1), size)]
@@ -60,17 +60,32 @@ def repeat(u: Tensor, a: Tensor, *counts) -> Linearization:
     return Linearization(push=lambda t: t.repeat(*counts), pull=pull)
 
 
-@rule(torch.neg, Tensor.neg)
+@rule(Tensor.contiguous, reads="shapes")
+def contiguous(u: Tensor, a: Tensor, memory_format=torch.contiguous_format) -> Linearization:
+    return Linearization(push=lambda t: t.contiguous(memory_format=memory_format), pull=_same)
+
+
+@rule(torch.clone, Tensor.clone, reads="shapes")
+def clone(u: Tensor, a: Tensor, *, memory_format=torch.preserve_format) -> Linearization:
+    kept = memory_format is torch.preserve_format
+    return Linearization(push=_same if kept else lambda t: t.contiguous(memory_format=memory_format), pull=_same)
+
+
+def _same(z: Tensor) -> Tensor:
+    return z
+
+
+@rule(torch.neg, Tensor.neg, reads="shapes")
 def neg(u: Tensor, a: Tensor) -> Linearization:
     return Linearization(push=torch.neg, pull=torch.neg)
 
 
-@rule(torch.sum, Tensor.sum)
+@rule(torch.sum, Tensor.sum, reads="shapes")
 def total(u: Tensor, a: Tensor, dim=None, keepdim: bool = False, *, dtype=None) -> Linearization:
     return _reduced(u, a, dim, 1.0)
 
 
-@rule(torch.mean, Tensor.mean)
+@rule(torch.mean, Tensor.mean, reads="shapes")
 def mean(u: Tensor, a: Tensor, dim=None, keepdim: bool = False, *, dtype=None) -> Linearization | None:
     return None if a.numel() == 0 else _reduced(u, a, dim, u.numel() / a.numel())
 
@@ -92,7 +107,7 @@ def _reduced(u: Tensor, a: Tensor, dim, factor: float) -> Linearization:
     return Linearization(push=push, pull=pull)
 
 
-@rule(torch.cat, torch.concat, torch.concatenate, arity=MOST)
+@rule(torch.cat, torch.concat, torch.concatenate, arity=MOST, reads="shapes")
 def cat(u: Tensor, tensors: Sequence[Tensor], dim: int = 0, *, active: Sequence[int] = (0,)) -> Linearization | None:
     if any(z.dim() != u.dim() for z in tensors):  # empty ones are left out
         return None
@@ -106,17 +121,17 @@ def cat(u: Tensor, tensors: Sequence[Tensor], dim: int = 0, *, active: Sequence[
     return _joined(u, tensors, lambda parts: torch.cat(parts, dim), pulls, active)
 
 
-@rule(torch.unbind, Tensor.unbind, several=True)
+@rule(torch.unbind, Tensor.unbind, several=True, reads="shapes")
 def unbind(u: Sequence[Tensor], a: Tensor, dim: int = 0) -> Linearization:
     return _divided(u, a, lambda t: t.unbind(dim), lambda parts: torch.stack(parts, dim))
 
 
-@rule(torch.chunk, Tensor.chunk, several=True)
+@rule(torch.chunk, Tensor.chunk, several=True, reads="shapes")
 def chunk(u: Sequence[Tensor], a: Tensor, chunks: int, dim: int = 0) -> Linearization:
     return _divided(u, a, lambda t: t.chunk(chunks, dim), lambda parts: torch.cat(parts, dim))
 
 
-@rule(_torch_compat.split, torch.split_with_sizes, Tensor.split_with_sizes, several=True)
+@rule(_torch_compat.split, torch.split_with_sizes, Tensor.split_with_sizes, several=True, reads="shapes")
 def split(u: Sequence[Tensor], a: Tensor, split_size: int | Sequence[int], dim: int = 0) -> Linearization:
     return _divided(u, a, lambda t: t.split(split_size, dim), lambda parts: torch.cat(parts, dim))
 
@@ -135,7 +150,7 @@ def _divided(
     return Linearization(push=push, bend=bend)
 
 
-@rule(torch.stack, arity=MOST)
+@rule(torch.stack, arity=MOST, reads="shapes")
 def stack(u: Tensor, tensors: Sequence[Tensor], dim: int = 0, *, active: Sequence[int] = (0,)) -> Linearization:
     pulls = [partial(torch.select, dim=dim, index=i) for i in range(len(tensors))]
     return _joined(u, tensors, lambda parts: torch.stack(parts, dim), pulls, active)
@@ -151,13 +166,21 @@ def _joined(
     """pulls: for each tensor, its part of the error of u."""
 
     def push(*t: Tensor | None) -> Tensor:
-        parts = [torch.zeros_like(z) if s is None else s for z, s in zip(tensors, t, strict=False)]
+        given = next(s for s in t if s is not None)
+        parts = [given.new_zeros(z.shape, dtype=z.dtype) if s is None else s for z, s in zip(tensors, t, strict=False)]
         return join(parts).to(u.dtype)
 
     return _linear(push, tensors, pulls, active)
 
 
-@rule(torch.where, arity=3)
+@rule(torch.masked_fill, Tensor.masked_fill, reads="shapes")
+def masked_fill(u: Tensor, a: Tensor, mask: Tensor, value: Tensor | float) -> Linearization:
+    return Linearization(
+        push=lambda t: t.masked_fill(mask, 0), pull=lambda r: r.masked_fill(mask, 0).sum_to_size(a.shape)
+    )
+
+
+@rule(torch.where, arity=3, reads="shapes")
 def where(
     u: Tensor, condition: Tensor, a: Tensor | float, b: Tensor | float, *, active: Sequence[int] = (1,)
 ) -> Linearization:
@@ -170,11 +193,11 @@ def where(
 def _pulls_of_choice(condition: Tensor, a: Tensor | float, b: Tensor | float) -> list[Callable[[Tensor], Tensor]]:
     def to_a(r: Tensor) -> Tensor:
         assert isinstance(a, Tensor)
-        return torch.where(condition, r, 0).sum_to_size(a.shape).to(a)
+        return to_dtype_of(a, torch.where(condition, r, 0).sum_to_size(a.shape))
 
     def to_b(r: Tensor) -> Tensor:
         assert isinstance(b, Tensor)
-        return torch.where(condition, 0, r).sum_to_size(b.shape).to(b)
+        return to_dtype_of(b, torch.where(condition, 0, r).sum_to_size(b.shape))
 
     return [torch.zeros_like, to_a, to_b]
 

@@ -101,7 +101,7 @@ class ActivityTracker(FunctionInterceptor):
     def _copy_for_readers(self, z: Tensor) -> None:
         """Before z's storage is written to: replaces it by a copy in the operations that read it earlier."""
         for reader, i in self._storages.take_readers(z):
-            reader.values[i] = reader.values[i].detach().clone()
+            reader.keep_contents(i)
 
     def _prepare_write(self, func, z: Tensor, recorded: list[Any], weights: list[tuple[int, Tensor]]) -> Tensor:
         """Before func writes to z: copies the old contents where they are needed, and returns what to write to."""

@@ -14,7 +14,8 @@ one block: its activations, errors and tangents. A block takes 7 units of arithm
 weights) where checkpointed plain training takes 4.
 
 In exact mode pass 3 pushes t alone, and the backward pass after it records the block again, computes the errors and
-tangents inside it, and pulls R{d} through it. Arguments, errors and tangents between blocks are kept until then, and a
+tangents inside it, and pulls R{d} through it. Arguments and tangents between blocks are kept until then; errors are not
+where a block's output is read by one other block alone, which computes this error once more (`find_passed_errors`). A
 block takes 11 units (4 forward, 2 backward, 2 tangents, R{d}, 2 weights).
 
 A block is kept operation by operation where it cannot be recorded again alone: it reads activations that are not among
@@ -80,13 +81,17 @@ class Block(Operation):
     """A checkpointed function as one operation on the tape, whose arguments are `values`.
 
     inside: its operations, without their tensors; edges: of what they computed, in the autograd graph; chained: the
-    positions of arguments that are outputs of other blocks, and are not kept.
+    positions of arguments that are outputs of other blocks, and are not kept; gets_error: in exact mode's backward
+    pass, the error of its output comes from the block that reads it; passes_error: the arguments of which it computes
+    the error for another block.
     """
 
     inside: list[Operation] = field(default_factory=list)
     edges: dict[ActivationMeta, GradientEdge] = field(default_factory=dict)
     chained: list[int] = field(default_factory=list)
     is_read_by_block: bool = False
+    gets_error: bool = False
+    passes_error: set[ActivationMeta] = field(default_factory=set)
 
     def resolve_output(self, read: set[ActivationMeta]) -> None:
         """Finds the output: the one result that operations outside the block read."""
@@ -128,6 +133,20 @@ def free_chained_arguments(blocks: list[Block], aliased: Container[Storage]) -> 
                 producers[z].is_read_by_block, block.values[i] = True, None
 
 
+def find_passed_errors(operations: Iterable[Operation], aliased: Container[Storage]) -> None:
+    """Finds the blocks whose outputs are read by one block alone, which then gives them the error of their output."""
+    readers: dict[ActivationMeta, set[Operation]] = {}
+    for op in operations:
+        for _, z in op.active:
+            readers.setdefault(z, set()).add(op)
+    for block in operations:
+        if isinstance(block, Block) and (u := block.outputs[0]).storage not in aliased:
+            (reader, *others) = readers.get(u, {block})
+            if isinstance(reader, Block) and reader is not block and not others:
+                block.gets_error = True
+                reader.passes_error.add(u)
+
+
 def can_be_recorded_again(operations: list[Operation], arguments: list[ActivationMeta]) -> bool:
     """Whether operations are a function of the arguments and of parameters alone, without side effects."""
     known = {*arguments, *(u for op in operations for u in op.outputs)}
@@ -143,5 +162,5 @@ def can_be_recorded_again(operations: list[Operation], arguments: list[Activatio
 def without_tensors(op: Operation) -> Operation:
     """Frees the activations that an operation of a block refers to."""
     op.values = [None if isinstance(v, Tensor) or tensors_in(v) else v for v in op.values]
-    op.output, op.rng = None, None
+    op.output, op.rng, op.linearization = None, None, None
     return op

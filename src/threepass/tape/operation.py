@@ -37,6 +37,7 @@ class Operation:
     error_edges: Sequence[GradientEdge] = ()  # of the outputs, or of a: pass 2's errors d
     leaves: Sequence[tuple[Tensor | None, Tensor]] = ()  # of a tap: weights and their leaves
     saved: Sequence[Tensor] = ()  # of a tap: what its rule may need
+    linearization: Linearization | None = None  # once it is known, where it is known before pass 3
     hooked_errors: dict[int, Tensor] = field(default_factory=dict)  # errors as changed by the user's tensor hooks
     base: ActivationMeta | None = None  # the base of the output, where it is a view whose error is that of its base
     pushes: bool = True  # whether a weight downstream, or in exact mode the loss, needs the tangents of the outputs
@@ -72,6 +73,26 @@ class Operation:
         linearization = None if self.rule is None or self.output is None else self.linearize()
         return linearization is not None and linearization.cheap()
 
+    def free_unread(self) -> None:
+        """After the call: frees the activations among the arguments, if the rule reads their shapes alone."""
+        if self.rule is None or self.rule.reads != "shapes" or is_traced():  # a graph frees what it does not read
+            return
+        values, given = self.values, list(self.values)
+        for i, _ in self.active:
+            if type(given[i]) is Tensor and given[i].dim() > 0:
+                given[i] = without_contents(given[i])
+        self.values = given
+        lin = self.linearize()
+        if lin is not None and all(given[i] in lin.add for i, _ in self.weights):  # other products have a as a factor
+            self.linearization = lin
+        else:
+            self.values = values
+
+    def keep_contents(self, i: int) -> None:
+        """Before a later call writes to an argument: keeps a copy of its contents."""
+        self.values[i] = self.values[i].detach().clone()
+        self.linearization = None
+
     def free_activation(self) -> None:
         """Before pass 2, where pass 3 will carry the mix: frees a, or, of a ReLU's u, all but its sign."""
         if self.output is None or self.rule is None:
@@ -100,6 +121,8 @@ class Operation:
 
     def linearize(self) -> Linearization | None:
         """The call linearized by its fast rule; None where the generic rule is used."""
+        if self.linearization is not None:
+            return self.linearization
         if self.rule is None or self.output is None:
             return None
         values = self.values

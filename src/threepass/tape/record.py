@@ -43,6 +43,7 @@ from .checkpointed import (
     Block,
     Recomputed,
     can_be_recorded_again,
+    find_passed_errors,
     free_chained_arguments,
     recompute_from,
     without_tensors,
@@ -139,6 +140,8 @@ class Record(ActivityTracker):
             self.operations = deque(op for op in self.operations if op.outputs)  # of others, nothing is read
             if chained:
                 free_chained_arguments([block for block in blocks if block.outputs], self._aliased)
+            else:
+                find_passed_errors(self.operations, self._aliased)
 
     def consume(self) -> Iterator[Operation]:
         """The operations in execution order; the tape drops each, so that its activations can be freed."""
@@ -384,6 +387,7 @@ class Record(ActivityTracker):
                 op.output, op.values[0] = first.detach(), without_contents(op.values[0])
             else:
                 op.output = without_contents(first)
+        op.free_unread()
 
     def _own_gradient(self, func, *args, **kwargs):
         """`torch.autograd.grad` in the model: of weights it gives weights."""
