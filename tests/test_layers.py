@@ -11,7 +11,7 @@ from modules import MODULES, SOURCE
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [  # the lowest first
-    {"errors", "tracing", "_torch_compat", "_version"},
+    {"errors", "tracing", "_python_compat", "_torch_compat", "_version"},
     {"numerics"},
     {"kernels"},
     {"rules"},
