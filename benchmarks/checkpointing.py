@@ -6,7 +6,7 @@ Peak bytes that a step allocates beyond the parameters and their gradients, on a
 (compile="trace") and, for the smallest net, compiled. Bytes do not depend on how busy the machine is. It takes 15
 minutes, most of them for the profiler's records and for the compiler.
 
-Result: with 48 blocks, paper mode takes 1.39x of the memory of plain training with the same checkpoints, traced 1.18x.
+Result: with 48 blocks, paper mode takes 1.34x of the memory of plain training with the same checkpoints, traced 1.18x.
 In results/bench/cpu-checkpointing.json, quoted by docs/speed-details.md.
 """
 

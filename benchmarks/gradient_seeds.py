@@ -7,6 +7,9 @@ line of each engine's history. Runs that are in the file are not repeated, so th
 
 Prints the table of docs/gradient-losses.md: mean and standard deviation over the seeds, and the difference between the
 engines with its 95 % interval, seed by seed.
+
+Result: results/gradient-losses/seeds.json, quoted by docs/gradient-losses.md: mean errors of forces of 58.0 meV/Å by
+double backward and 58.1 by `GradientStep`.
 """
 
 import argparse
@@ -93,13 +96,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="the folder of MNIST")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", default="", help="examples whose name contains this")
     parser.add_argument("--out", type=Path, default=Path("results/gradient-losses/seeds.json"))
     given = parser.parse_args()
     results: dict[str, Any] = {"torch": torch.__version__, "runs": {}}
     if given.out.exists():
         results = json.loads(given.out.read_text(encoding="utf-8"))
     for seed in range(given.seeds):
-        for example in EXAMPLES:
+        for example in [e for e in EXAMPLES if given.only in e.script]:
             runs = results["runs"].setdefault(example.script, {})
             if str(seed) not in runs:
                 runs[str(seed)] = run(example, seed, given.data)

@@ -5,7 +5,7 @@
 Microseconds, the least of many rounds, on one core: the quick look at the model and the loss, the signature of the
 inputs, both together, and the full description, which is made only after something has changed.
 
-Result: results/bench/signature.json, quoted by docs/compile.md: 12 microseconds per call on plain-20.
+Result: results/bench/signature.json, quoted by docs/compile.md: 15 microseconds per call on plain-20.
 """
 
 import argparse

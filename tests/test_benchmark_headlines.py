@@ -7,6 +7,7 @@ import ast
 import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -42,6 +43,11 @@ def eager_forces() -> str:
     return f"Relative to double backward `gradient_step` takes {eager:.2f}x, traced {traced:.2f}x"
 
 
+def eager_memory() -> str:
+    row = next(row for row in results("bench/cpu-eager-memory")["rows"] if row["net"] == "ResNet-20")
+    return f"ResNet-20 takes {row['paper, eager']:.2f}x in paper mode and {row['exact, eager']:.2f}x in exact mode"
+
+
 def eager_overhead() -> str:
     rows = results("bench/cpu-eager-overhead")["runs"]["tiny"]["rows"]
     ratios = {row["step"]: row["ratio"] for row in rows if row["net"] == "plain-20"}
@@ -63,6 +69,12 @@ def gradient_losses() -> str:
         methods = nets[name]["methods"]
         ratios.append(f"{methods['threepass-compiled']['median'] / methods['traced-graph']['median']:.2f}x")
     return f"compiled steps take {ratios[0]} (discriminator), {ratios[1]} (SIREN) and {ratios[2]} (SchNet)"
+
+
+def gradient_seeds() -> str:
+    runs = results("gradient-losses/seeds")["runs"]
+    of = {e: mean(run[e]["forces"] for run in runs["05_forces"].values()) for e in ("double backward", "threepass")}
+    return f"{of['double backward']:.1f} meV/Å by double backward and {of['threepass']:.1f} by `GradientStep`"
 
 
 def gradient_sizes() -> str:
@@ -113,9 +125,8 @@ def signature() -> str:
 
 
 HEADLINES = [
-    captures, checkpointing, eager_forces, eager_overhead, epoch, gradient_losses, gradient_sizes, kernels_conv,
-    kernels_rows, loss,
-    ranks, recipes, regression, signature,
+    captures, checkpointing, eager_forces, eager_memory, eager_overhead, epoch, gradient_losses, gradient_seeds,
+    gradient_sizes, kernels_conv, kernels_rows, loss, ranks, recipes, regression, signature,
 ]  # fmt: skip
 
 

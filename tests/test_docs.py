@@ -240,6 +240,24 @@ def test_memory_with_checkpoints_is_that_of_the_result_file():
         assert f"| {row['blocks']} | {cells} |" in page
 
 
+def test_memory_of_eager_steps_is_that_of_the_result_file():
+    page = (ROOT / "docs" / "speed-details.md").read_text()
+    forms = ("paper, eager", "paper, traced", "exact, eager", "exact, traced", "double backward")
+    for row in json.loads((BENCH / "cpu-eager-memory.json").read_text())["rows"]:
+        assert f"| {row['net']} | {' | '.join(f'{row[form]:.2f}x' for form in forms)} |" in page
+
+
+def test_the_engines_over_seeds_are_those_of_the_result_file():
+    """If not: python benchmarks/gradient_seeds.py prints the table."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from gradient_seeds import table
+    finally:
+        sys.path.pop(0)
+    runs = json.loads((ROOT / "results" / "gradient-losses" / "seeds.json").read_text())["runs"]
+    assert table(runs) in (ROOT / "docs" / "gradient-losses.md").read_text()
+
+
 def test_captures_are_those_of_the_result_file():
     report = json.loads((BENCH / "h200-captures.json").read_text())
     checks = [check for row in report["rows"] for check in row["checks"]]
