@@ -197,23 +197,6 @@ def test_costs_of_batches_of_many_sizes_are_those_of_the_result_file():
     assert f"these steps took {own:.1f} ms on average, the same by the dynamic program {shared:.1f} ms" in page
 
 
-@pytest.mark.parametrize(
-    ("name", "row"),
-    [
-        ("forces", "| forces of ethanol, {epoch} epochs | mean absolute error of forces, meV/Å | {forces:.1f} | "),
-        ("distance", "| signed distance, {step} steps | mean absolute error of f | {error:.4f} | "),
-        ("gan", "| GAN with R1, {step} steps | Fréchet distance | {distance:.2f} | "),
-    ],
-)
-def test_trained_examples_are_those_of_the_result_files(name, row):
-    page = (ROOT / "docs" / "gradient-losses.md").read_text()
-    double, ours = json.loads((ROOT / "results" / "gradient-losses" / f"{name}.json").read_text())["history"].values()
-    measure = re.search(r"\{(\w+):(\S+)\}", row)
-    assert measure is not None
-    found = format(ours[-1][measure[1]], measure[2])
-    assert row.format(**double[-1]) + f"{found} | {double[-1]['seconds']:.0f} s | {ours[-1]['seconds']:.0f} s |" in page
-
-
 def test_the_cost_of_losses_is_that_of_the_result_file():
     """After new results of benchmarks/loss.py, put the sentence that this expects into the page."""
     rows = json.loads((BENCH / "cpu-loss.json").read_text())["rows"]
