@@ -42,13 +42,7 @@ def grouped_mm_op(
 
 
 @grouped_mm_op.register_fake
-def _(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
+def _(a, b, offs=None, bias=None, out_dtype=None):
     return a.new_empty(_shape(a, b, offs), dtype=out_dtype or a.dtype)
 
 
